@@ -7,7 +7,6 @@ import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from datetime import datetime
 from itertools import chain
 from pathlib import Path
 from typing import Self, TypeVar
@@ -92,11 +91,6 @@ class Identity:
     key: bytes = field(default=b"", repr=False)  # of the certificate, in PEM
     authorities: Sequence[x509.Certificate] = ()  # that issue certificates of servers and nodes
 
-    @property
-    def certificate_end(self) -> datetime | None:
-        """When the certificate expires."""
-        return None if self.certificate is None else self.certificate.not_valid_after_utc
-
 
 def identity_of(certificates: Path | None, node: str | None) -> Identity:
     """Return a node's identity from a folder with ca.pem, node.pem and node.key, or from a name.
@@ -104,7 +98,7 @@ def identity_of(certificates: Path | None, node: str | None) -> Identity:
     InvalidValueError: the files are unusable or do not fit together, or the name is invalid.
     """
     if (certificates is None) == (node is None):
-        arguments = f"certificates is {certificates} and node is {node!r}"
+        arguments = f"--certificates is {certificates} and --node is {node!r}"
         raise InvalidValueError(f"{arguments}; exactly one must be given")
     if certificates is None:
         return Identity(naming.check_node_name(str(node)))
@@ -224,12 +218,14 @@ class FederationStub:
     async def upload(self, round_id: RoundId, answer: PartialSum | wire.Decline) -> Receipt:
         """Answer an offer, and return the server's receipt."""
         if isinstance(answer, wire.Decline):
-            return await self._upload(round_id, answer, {})
-        return await self._upload(round_id, *wire.sum_to_send(answer))
+            return await self._upload(wire.RoundAnswer(round_id, answer), {})
+        header, tensors = wire.sum_to_send(answer)
+        return await self._upload(wire.RoundAnswer(round_id, header), tensors)
 
     async def upload_masked(self, round_id: RoundId, masked: npt.NDArray[np.uint64]) -> Receipt:
         """Send a masked sum [D], and return the server's receipt."""
-        return await self._upload(round_id, wire.MaskedSum(), {wire.SUM: masked.view(np.int64)})
+        answer = wire.RoundAnswer(round_id, wire.MaskedSum())
+        return await self._upload(answer, {wire.SUM: masked.view(np.int64)})
 
     async def exchange(self, step: wire.Step) -> wire.Step:
         """Take a step of a secure sum, and return the server's answer, once there is one."""
@@ -237,13 +233,8 @@ class FederationStub:
         data = await call(request.SerializeToString(), metadata=self.metadata)
         return wire.STEP.decode(wire.parse(pb.Step, data, wire.NODE_RECEIVES_BYTES))
 
-    async def _upload(
-        self,
-        round_id: RoundId,
-        content: wire.SummedUpdates | wire.MaskedSum | wire.Decline,
-        tensors: Tensors,
-    ) -> Receipt:
-        header = wire.encode_answer(wire.RoundAnswer(round_id, content))
+    async def _upload(self, answer: wire.RoundAnswer, tensors: Tensors) -> Receipt:
+        header = wire.encode_answer(answer)
         chunks = (pb.UploadPart(chunk=chunk) for chunk in wire.chunks(wire.pieces(tensors)))
         parts = (p.SerializeToString() for p in chain([pb.UploadPart(answer=header)], chunks))
         data = await self.channel.stream_unary(f"/{SERVICE}/Upload")(parts, metadata=self.metadata)

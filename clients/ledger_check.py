@@ -28,7 +28,6 @@ from fedpriv.clients.connection import Backoff, FederationStub, persist
 from fedpriv.clients.consent import Consent, misfit
 from fedpriv.clients.journal import Journal, Remembered, RoundSeries, TakenPart
 from fedpriv.errors import (
-    FedprivError,
     InvalidValueError,
     LedgerError,
     UnsupportedEventError,
@@ -36,16 +35,8 @@ from fedpriv.errors import (
     WireError,
 )
 from fedpriv.ledger import Head, events
-from fedpriv.ledger.events import (
-    NeighbouringRelation,
-    Randomness,
-    RoundEvent,
-    SamplingEvent,
-    SamplingPolicy,
-    Unit,
-)
 from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, SeriesBook, paid_events
-from fedpriv.wire import Countersignature, Proposal, RoundId, RoundOffer, Terms, Welcome
+from fedpriv.wire import Proposal, RoundId, RoundOffer, Terms, Welcome
 from fedpriv.wire.naming import issued_by, node_named
 from fedpriv.wire.roster import binding_of, by_server, certificate_of
 
@@ -56,7 +47,8 @@ _UNDERSTATED = 1e-6  # relative error of ε that is accepted
 _IMPROBABLE = 1e-9  # probability of the draws of an honest server that are refused
 _MOST_OUTSTANDING = 3  # sums of a node without a charge, over all runs of a population
 # Policies under which the server draws by chance, and users may be drawn in any number of rounds.
-_COINS = (SamplingPolicy.POISSON, SamplingPolicy.FIXED_SIZE, SamplingPolicy.BANDED_POISSON)
+_POLICY = events.SamplingPolicy
+_COINS = (_POLICY.POISSON, _POLICY.FIXED_SIZE, _POLICY.BANDED_POISSON)
 _DAY = timedelta(days=1)
 _TWO_LEDGERS = "the server has shown two ledgers in this run"
 _LONGEST_CHECK_SECONDS = 120.0
@@ -72,7 +64,7 @@ class Examined:
     delta: float
     # Of all charges, at delta, by the accountant `tight`; inf also if a charge was seeded.
     epsilon: float
-    relation: NeighbouringRelation  # under which all charges are priced
+    relation: events.NeighbouringRelation  # under which all charges are priced
 
 
 def examine(
@@ -220,11 +212,11 @@ def tail(asked: int, trials: int, mean: float) -> float:
     return float(betainc(asked, trials - asked + 1, min(1.0, mean / trials)))
 
 
-def _tosses_coins(event: RoundEvent) -> bool:
+def _tosses_coins(event: events.RoundEvent) -> bool:
     return event.sampling.policy in _COINS and event.secure_sum is None
 
 
-def _binade(sampling: SamplingEvent) -> int:
+def _binade(sampling: events.SamplingEvent) -> int:
     return math.frexp(sampling.sampling_probability)[1]
 
 
@@ -249,7 +241,7 @@ def price_with(examined: Examined, offer: Terms) -> float:
 
 
 def _unless_seeded(rows: Iterable[ChargedRow], loss: PrivacyLoss) -> float:
-    seeded = any(row.randomness is Randomness.SEEDED for row in rows)
+    seeded = any(row.randomness is events.Randomness.SEEDED for row in rows)
     return math.inf if seeded else loss.epsilon
 
 
@@ -268,7 +260,7 @@ def _fits(row: ChargedRow, part: TakenPart) -> bool:
     )
 
 
-def _kind(event: RoundEvent) -> tuple[object, ...]:
+def _kind(event: events.RoundEvent) -> tuple[object, ...]:
     """Return everything that determines the cost of an event, except z."""
     return replace(event.sampling, canaries=0), event.strategy, event.selection
 
@@ -325,7 +317,7 @@ def _loss_with(rows: Iterable[ChargedRow], offer: Terms, delta: float) -> Privac
     return _loss(rows, delta, *more)
 
 
-def _loss(rows: Iterable[ChargedRow], delta: float, *more: RoundEvent) -> PrivacyLoss:
+def _loss(rows: Iterable[ChargedRow], delta: float, *more: events.RoundEvent) -> PrivacyLoss:
     try:
         loss = priced(events.merge_equal([*paid_events(rows), *more]), delta)
     except UnsupportedEventError as error:
@@ -337,7 +329,7 @@ def _loss(rows: Iterable[ChargedRow], delta: float, *more: RoundEvent) -> Privac
         raise UntrustedLedgerError(
             f"what the ledger charges has no ε: {type(error).__name__}"
         ) from error
-    if loss.unit is not Unit.USER:
+    if loss.unit is not events.Unit.USER:
         raise UntrustedLedgerError(
             f"the ledger charges for each {loss.unit}; its ε says nothing of users"
         )
@@ -498,7 +490,7 @@ class OfferPolicy:
             checked = agreed == (welcome, Proposal.of(offer, offer.price))
             if not checked and (objection := await self._objection_to_terms(welcome, offer)):
                 return objection
-        if unfit := self._objection_to_roster(welcome, offer) or misfit(welcome, offer):
+        if unfit := misfit(welcome, offer):
             return unfit
         if self.journal.answered(welcome.population_name, offer.id):
             return "this attempt was answered before"
@@ -511,18 +503,8 @@ class OfferPolicy:
                 return "users are drawn more often than the charged sampling probability explains"
         return self._objection_to_users(welcome, offer)
 
-    def _objection_to_roster(self, welcome: Welcome, offer: RoundOffer) -> str | None:
-        """Return why the node does not answer beside these nodes, or None; errors as below."""
-        if offer.price.event.secure_sum is not None:
-            return None  # `SecureSums` needs the certificates
-        try:
-            self.countersigned(welcome, offer)
-        except UntrustedLedgerError as error:
-            return str(error)
-        return None
-
     def countersigned(self, welcome: Welcome, offer: RoundOffer) -> dict[str, x509.Certificate]:
-        """Return the certificates of the roster's nodes, which were shown this head, by name.
+        """Return the certificates of the roster's nodes, which were shown the same head, by name.
 
         UntrustedLedgerError: a node was shown another head. InvalidValueError: a countersignature
         is not of this attempt, or not by a certificate of the node.
@@ -534,29 +516,18 @@ class OfferPolicy:
             issued = not self.authorities or issued_by(self.authorities, certificate)
             if not issued or node_named(certificate, node) != other.node:
                 raise InvalidValueError(f"{node} has not signed by a certificate of its own")
-            if other.head != offer.head:
-                raise self._equivocation(name, offer, other)
+            mine, theirs = offer.head, other.head
+            if mine != theirs:
+                signed = theirs and by_server(theirs, name, attempt, self.authorities)
+                if mine is None or theirs is None or not signed or mine.head == theirs.head:
+                    raise InvalidValueError(f"{node} has signed what nobody has proposed")
+                self.journal.record_equivocation(name, attempt, mine, other)
+                heads = mine.head, node, theirs.head
+                _log.error("two ledgers: the server shows this node %s and %s %s", *heads)
+                raise UntrustedLedgerError(_TWO_LEDGERS)
             certificates[other.node] = certificate
-        if certificates:
-            _log.info("nodes that know this ledger: %.400s", ", ".join(certificates))
+        _log.info("nodes that know this ledger: %.400s", ", ".join(certificates) or "none")
         return certificates
-
-    def _equivocation(
-        self, population: str, offer: RoundOffer, other: Countersignature
-    ) -> FedprivError:
-        """Return why the heads that this node and another have signed differ; keep the proof."""
-        mine, theirs = offer.head, other.head
-        if (
-            mine is None
-            or theirs is None
-            or mine.head == theirs.head
-            or not by_server(theirs, population, offer.id, self.authorities)
-        ):
-            return InvalidValueError(f"node {other.node!r} has signed what nobody has proposed")
-        self.journal.record_equivocation(population, offer.id, mine, other)
-        shown = mine.head, other.node, theirs.head
-        _log.error("two ledgers: the server shows this node %s and node %r %s", *shown)
-        return UntrustedLedgerError(_TWO_LEDGERS)
 
     def record(self, welcome: Welcome, offer: RoundOffer) -> str | None:
         """Record that an offer is answered with a sum; return why it must not be, or None."""
@@ -582,11 +553,7 @@ class OfferPolicy:
 
         So the node checks for itself that no user takes part more often than was charged.
         """
-        try:
-            series = None if self.verifier is None else self.verifier.series_of(offer)
-        except UntrustedLedgerError as error:
-            _log.error("the ledger cannot be believed: %.400s", error)
-            return "the ledger cannot be believed"
+        series = None if self.verifier is None else self.verifier.series_of(offer)
         if series is None:
             return None
         name, part = welcome.population_name, offer.price.part
@@ -603,7 +570,6 @@ class OfferPolicy:
             or misfit(welcome, offer)
             or self.consent.objection_to_task(welcome)
             or self.consent.objection_to_settings(welcome, offer)
-            or self.consent.objection_to_run(offer.id.run)
             or self._objection_to_population(welcome)
             or self.consent.objection_to_nodes(welcome, offer)
         ):

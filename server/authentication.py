@@ -94,30 +94,14 @@ def by_certificate(certificates: EnrolledCertificates) -> Identify:
     return identify
 
 
-def peer_certificate(_context: Context) -> x509.Certificate | None:
-    """Return the certificate of an identified caller; None in plain text."""
-    certificate = _PEER.get().certificate
-    return x509.load_pem_x509_certificate(certificate) if certificate else None
-
-
-def certificate_end(context: Context) -> datetime | None:
-    """Return when the certificate of an identified caller expires; None in plain text."""
-    certificate = peer_certificate(context)
-    return None if certificate is None else certificate.not_valid_after_utc
-
-
 def by_declaration(_: bytes, metadata: Metadata) -> str:
     """Return the node that the caller claims to be; for plain text on one machine.
 
-    UnknownPeerError: the call names no node, several, or an invalid name.
+    UnknownPeerError: the call names no node, or an invalid name.
     """
-    names = [value for key, value in metadata if key == naming.NODE_KEY]
+    name = dict(metadata).get(naming.NODE_KEY, "")
     try:
-        if len(names) != 1:
-            raise InvalidValueError(
-                f"the call has {len(names)} metadata {naming.NODE_KEY}; one is needed"
-            )
-        return naming.check_node_name(unquote(str(names[0]), errors="strict"))
+        return naming.check_node_name(unquote(str(name), errors="strict"))
     except ValueError as error:
         raise UnknownPeerError(_UNAUTHENTICATED, str(error)) from error
 
@@ -256,6 +240,12 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         """Return the seconds since the last call ended; 0 while a call is open."""
         return 0.0 if self._open else monotonic() - self._last_end
 
+    @staticmethod
+    def peer_certificate() -> x509.Certificate | None:
+        """Return the certificate of the caller that is being handled; None in plain text."""
+        certificate = _PEER.get().certificate
+        return x509.load_pem_x509_certificate(certificate) if certificate else None
+
     def known(self, certificate: bytes, metadata: Metadata = ()) -> str:
         """Return the node of a caller; UnknownPeerError, which the operator sees, if none."""
         try:
@@ -334,17 +324,12 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
             finally:
                 if node is not None:
                     self._last_end = monotonic()
-                    self._open[node] -= 1
-                    if not self._open[node]:
-                        del self._open[node]
+                    self._open -= Counter([node])  # keeps positive numbers only
 
         return checked
 
     async def _messages(
-        self,
-        messages: AsyncIterable[bytes],
-        peer: Peer,
-        parse: Callable[[bytes], object] | None,
+        self, messages: AsyncIterable[bytes], peer: Peer, parse: Callable[[bytes], object] | None
     ) -> AsyncGenerator[object, None]:
         # Unless it is closed, a stream that is not read to its end lives until garbage collection.
         async with aclosing(aiter(messages)) as received:  # type: ignore[type-var]

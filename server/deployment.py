@@ -7,13 +7,12 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
 
 from rich.console import Console
 from threadpoolctl import threadpool_limits
@@ -40,15 +39,7 @@ from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import Run, RunSetup
 from fedpriv.run.terminal import execute, released_text
 from fedpriv.server.authentication import Authentication, Endpoint, RateLimit, endpoint_of
-from fedpriv.server.collection import (
-    Ballot,
-    Collection,
-    End,
-    SignHead,
-    prices,
-    seconds_left,
-    welcomes,
-)
+from fedpriv.server.collection import Ballot, Collection, End, SignHead, prices, welcomes
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.exchange import UPLOADED, SecureCollection
 from fedpriv.server.monitoring import Metrics
@@ -72,7 +63,6 @@ _IDLE_SECONDS = 1.0  # the wait ends after so long without a call
 _FIRST_PAUSE_SECONDS = 5.0  # for votes; doubled each time
 _LONGEST_PAUSE_SECONDS = 60.0
 _LATE_VOTES_SECONDS = 5.0  # the wait for other nodes' votes, once enough agree to a secure sum
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,15 +145,12 @@ class GrpcTransport(Transport):
         listener, secure = self.listener, mechanism.secure_sum
         service = listener.service
 
-        def waited(work: Coroutine[None, None, Result]) -> Result:
-            return asyncio.run_coroutine_threadsafe(work, listener.loop).result()
-
         collected = listener.call(lambda: self._open_masked(request, secure))
         if collected is None:
             return lambda: None
         ready = False
         try:
-            ready = waited(collected.collect())
+            ready = listener.wait(collected.collect())
         finally:
             if not ready:
                 listener.call(service.close_round)
@@ -173,7 +160,7 @@ class GrpcTransport(Transport):
 
         def opened() -> OpenedSum | None:
             try:
-                return waited(collected.open()) if ready else None
+                return listener.wait(collected.open()) if ready else None
             finally:
                 listener.call(service.close_round)
 
@@ -198,7 +185,7 @@ class GrpcTransport(Transport):
         roster, watch = roster_of(signatures, binding), partial(self._watch, collection)
 
         def left(nodes: Iterable[str], deadline: float) -> float:
-            return seconds_left(nodes, deadline, service.connections, section.absent_seconds)
+            return service.connections.seconds_left(nodes, deadline, section.absent_seconds)
 
         times = seconds, section.absent_seconds
         collected = SecureCollection(secure, roster, collection, watch, left, *times)
@@ -219,14 +206,15 @@ class GrpcTransport(Transport):
                         await service.arrivals.wait()
             return count() >= least
 
-        reached = asyncio.run_coroutine_threadsafe(enough(), self.listener.loop).result()
+        reached = self.listener.wait(enough())
         if self._stopping.is_set():
             raise StoppedError("the server was asked to stop; no cohort was drawn")
         return reached
 
     def _open(self, request: RoundRequest, ballot: Ballot) -> Collection:
         service, seconds = self.listener.service, self.section.deadline_seconds
-        roster = ballot.roster(service.connections.nodes)
+        users = service.enrolment.users  # the name of a node of one user would show who is enrolled
+        roster = ballot.roster([n for n in service.connections.nodes if len(users[n]) > 1])
         collection = Collection(request, ballot, roster, service.enrolment, seconds)
         service.open_round(collection)
         if self._stopping.is_set():

@@ -7,14 +7,14 @@ import resource
 import ssl
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol, Self, TypeVar
+from typing import Self, TypeAlias, TypeVar
 
 import grpc
 import numpy as np
@@ -26,15 +26,8 @@ from fedpriv.ledger import Head, PrivacyBudget
 from fedpriv.privacy.round import PartialSum
 from fedpriv.report.records import Trouble
 from fedpriv.secure_sums.protocol import PUBLIC_BYTES
-from fedpriv.server.authentication import (
-    NODE,
-    Authentication,
-    Context,
-    RefusedCallError,
-    certificate_end,
-    peer_certificate,
-)
-from fedpriv.server.collection import Ballot, Collection, Connection, Connections, End, flaw_of
+from fedpriv.server.authentication import NODE, Authentication, Context, RefusedCallError
+from fedpriv.server.collection import Ballot, Collection, Connection, Connections, End, completed
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.exchange import Exchange
 from fedpriv.server.front import Front, listening_sockets
@@ -82,14 +75,8 @@ _MOST_CONNECTIONS = 8192  # of any peers
 _FILES_OF_A_CONNECTION = 3  # of the front on both sides, and of gRPC
 _OTHER_FILES = 256  # reserved for the run's own files and everything else
 Kind = TypeVar("Kind", bound=Message)
+Stream: TypeAlias = AsyncGenerator[Kind, None]
 Result = TypeVar("Result")
-Sent_co = TypeVar("Sent_co", bound=Message, covariant=True)
-
-
-class CallMessages(Protocol[Sent_co]):
-    """The messages of a call, as gRPC passes them to a handler."""
-
-    def __aiter__(self) -> AsyncGenerator[Sent_co, None]: ...
 
 
 def status_at_start(plan: TrainingPlan, budget: PrivacyBudget, enrolment: Enrolment) -> wire.Status:
@@ -126,7 +113,9 @@ class Transfers:
         self._limits: dict[str, asyncio.Timeout] = {}
 
     @asynccontextmanager
-    async def newest(self, node: str, until: float | None = None) -> AsyncIterator[asyncio.Timeout]:
+    async def newest(
+        self, node: str, until: float | None = None
+    ) -> AsyncGenerator[asyncio.Timeout, None]:
         """End an older transfer of the node, and continue until a newer one begins.
 
         So a node that reconnects does not wait for the transfer of its lost connection. Yields the
@@ -144,7 +133,7 @@ class Transfers:
                     del self._limits[node]
 
     @asynccontextmanager
-    async def turn(self, node: str, until: float | None = None) -> AsyncIterator[None]:
+    async def turn(self, node: str, until: float | None = None) -> AsyncGenerator[None, None]:
         """Do as `newest`, but also wait for a place, and keep it for at most `seconds`."""
         async with self.newest(node, until), self.places, asyncio.timeout(self._seconds):
             yield
@@ -252,7 +241,7 @@ class Service:
     def undecided(self) -> int:
         """Number of connected nodes that have not voted on the proposal."""
         ballot = self.ballot
-        return sum(not ballot.voted(node) for node in self.connections.nodes) if ballot else 0
+        return sum(ballot.agrees(node) is None for node in self.connections.nodes) if ballot else 0
 
     @property
     def willing(self) -> int:
@@ -287,15 +276,16 @@ class Service:
         self._uploads.end_all()
         self.publish(state=wire.RunState.RELEASING)
 
-    async def connect(self, requests: CallMessages[pb.FromNode], context: Context) -> None:
+    async def connect(self, requests: Stream[pb.FromNode], context: Context) -> None:
         """Welcome a node, then exchange proposals, votes and offers until the connection ends."""
-        async with aclosing(aiter(requests)) as messages:
+        async with aclosing(requests) as messages:
             node = NODE.get()
             async with asyncio.timeout(self.limits.seconds):
                 self._check_hello(node, (await anext(messages, pb.FromNode())).hello)
             self.authentication.check(context)  # before this connection replaces another
             connection = self.connections.connect(node)
-            self.sites.came(node, certificate_end(context))
+            certificate = self.authentication.peer_certificate()
+            self.sites.came(node, certificate.not_valid_after_utc if certificate else None)
             _log.info("connected: %s", node)
             votes = asyncio.create_task(self._take_votes(node, connection, messages, context))
             try:
@@ -336,15 +326,11 @@ class Service:
                     await send(pb.FromServer(offer=wire.OFFER.encode(message)))
 
     async def _take_votes(
-        self,
-        node: str,
-        connection: Connection,
-        messages: AsyncIterator[pb.FromNode],
-        context: Context,
+        self, node: str, connection: Connection, messages: Stream[pb.FromNode], context: Context
     ) -> None:
         async for message in messages:
             self.authentication.check(context)
-            vote = self._checked(node, wire.VOTE.decode(message.vote), context)
+            vote = self._checked(node, wire.VOTE.decode(message.vote))
             if not connection.votes_due:
                 raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, "a vote on no proposal")
             connection.votes_due -= 1
@@ -353,7 +339,7 @@ class Service:
                 self.arrivals.set()
             self._report(node, vote)
 
-    def _checked(self, node: str, vote: wire.Vote, context: Context) -> wire.Vote:
+    def _checked(self, node: str, vote: wire.Vote) -> wire.Vote:
         """Return a vote, as an objection unless others will take its countersignature."""
         ballot = self.ballot
         if ballot is None or vote.objection or vote.id != ballot.id:
@@ -367,7 +353,7 @@ class Service:
             valid = (
                 own is not None
                 and (own.node, len(own.key), own.head) == (node, size, ballot.head)
-                and certificate_of(own, binding) == peer_certificate(context)
+                and certificate_of(own, binding) == self.authentication.peer_certificate()
             )
         except InvalidValueError:
             valid = False
@@ -402,7 +388,7 @@ class Service:
             for chunk in collection.model_chunks:
                 await self._send(chunk, context)
 
-    async def upload(self, parts: CallMessages[pb.UploadPart], context: Context) -> pb.Receipt:
+    async def upload(self, parts: Stream[pb.UploadPart], context: Context) -> pb.Receipt:
         """Receive a node's answer to the present round; return a receipt, with a reason to refuse.
 
         A malformed answer is final: the node's users count as zero. After a transfer that took too
@@ -413,7 +399,7 @@ class Service:
             return wire.RECEIPT.encode(wire.Receipt(accepted=False, reason="no round is collected"))
         # Unless it is closed, a stream that is not read to its end lives until garbage collection,
         # and a connection may have only a few streams.
-        async with aclosing(aiter(parts)) as received:
+        async with aclosing(parts) as received:
             try:
                 refusal = await self._refusal(node, received, collection, context)
             except TimeoutError:
@@ -429,11 +415,7 @@ class Service:
         return wire.RECEIPT.encode(wire.Receipt(accepted=not refusal, reason=refusal))
 
     async def _refusal(
-        self,
-        node: str,
-        parts: AsyncIterator[pb.UploadPart],
-        collection: Collection,
-        context: Context,
+        self, node: str, parts: Stream[pb.UploadPart], collection: Collection, context: Context
     ) -> str:
         """Receive an answer; return why it is not accepted, or "" if it is."""
         async with self._uploads.newest(node, collection.deadline) as limit:
@@ -469,7 +451,7 @@ class Service:
         self,
         node: str,
         content: wire.SummedUpdates | wire.MaskedSum,
-        parts: AsyncIterator[pb.UploadPart],
+        parts: Stream[pb.UploadPart],
         collection: Collection,
     ) -> tuple[PartialSum, tuple[Trouble, str] | None]:
         """Receive and check the sum of an answer; return it and its flaw, if any."""
@@ -482,15 +464,9 @@ class Service:
             partial = PartialSum(
                 node, content.users, total.astype(np.int64, copy=False), content.weight
             )
-            collection.check_sum(partial)
-            return partial, flaw_of(partial, collection.drawn[node].size)
+            return partial, collection.check_sum(partial)
 
-        work = asyncio.ensure_future(asyncio.to_thread(finished))
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            await asyncio.gather(work, return_exceptions=True)  # the thread holds memory until then
-            raise
+        return await completed(asyncio.to_thread(finished))  # it holds memory until it ends
 
     async def exchange_step(self, request: pb.Step, context: Context) -> pb.Step:
         """Record a node's step of a secure sum, and answer when the step ends."""
@@ -550,13 +526,17 @@ class Listener:
     service: Service  # used in the event loop only
     loop: asyncio.AbstractEventLoop
 
+    def wait(self, work: Coroutine[None, None, Result]) -> Result:
+        """Run a coroutine on the event loop, and wait for its result."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
     def call(self, function: Callable[[], Result]) -> Result:
         """Run a function on the event loop, and wait for its result."""
 
         async def run() -> Result:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result()
+        return self.wait(run())
 
 
 @contextmanager
@@ -647,9 +627,7 @@ def _generic_handler(service: Service) -> grpc.GenericRpcHandler:
     """
 
     def reading(
-        kind: type[Kind],
-        method: Callable[[Kind, Context], Awaitable[object]],
-        most: int = _SMALL,
+        kind: type[Kind], method: Callable[[Kind, Context], Awaitable[object]], most: int = _SMALL
     ) -> Callable[[bytes, Context], Awaitable[object]]:
         async def read(data: bytes, context: Context) -> object:
             return await method(parse(kind, data, most), context)

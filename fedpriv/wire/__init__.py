@@ -7,9 +7,7 @@ memory by the message or the expected content. A decoder restores the value that
 
 # isort: off
 # fmt: off
-from fedpriv.wire.codec import (
-    NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, UNCOMPRESSED, parse,
-)
+from fedpriv.wire.codec import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, UNCOMPRESSED, parse
 from fedpriv.wire.messages import (
     COUNTERSIGNATURE, HEAD, HELLO, LEDGER_REQUEST, OFFER, PROPOSAL, RECEIPT, ROUND_ID, STATUS,
     STEP, SUM, VERSION, VOTE, WELCOME, Countersignature, Decline, EnrolledNode, Hello,

@@ -30,16 +30,7 @@ from fedpriv.training.local import ALGORITHMS
 from fedpriv.training.request import CONTROL_PREFIX, LocalTraining, RoundRequest
 from fedpriv.wire import codec
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.codec import (
-    MAX_USERS,
-    Checked,
-    Codec,
-    FieldCodec,
-    FieldCodecs,
-    Legal,
-    below,
-    list_of,
-)
+from fedpriv.wire.codec import Checked, Codec, FieldCodec, FieldCodecs, Legal, below, list_of
 from fedpriv.wire.tensors import FLOAT32, INT32, INT64, LAYOUT, MANIFEST, SHAPE, Manifest
 
 VERSION = 1  # of the protocol
@@ -229,7 +220,7 @@ class SignedHead(Checked):
 
     @property
     def head(self) -> Head:
-        """The head, without its signature."""
+        """The head alone."""
         return Head(self.count, self.hash)
 
 
@@ -341,12 +332,7 @@ class RoundOffer(Checked):
         return cls(round_id, seconds, users, clipping, local, key, metrics, price, model, roster)
 
     def request(self, tensors: Tensors) -> RoundRequest:
-        """Return the offered request, given the tensors that `model` declares.
-
-        InvalidValueError: the tensors have other names, another order or other shapes.
-        """
-        if Layout.of(tensors) != self.model.layout:
-            raise InvalidValueError("the tensors are not those of the offered model")
+        """Return the offered request, given the tensors that `model` declares."""
         statistics = {n: t.astype(np.float32, copy=False) for n, t in tensors.items()}
         update = [name for name in tensors if name in self.clipping.layout.names]
         weights = {name: statistics.pop(name) for name in update}
@@ -381,8 +367,8 @@ class SummedUpdates:
     weight: int  # sum of their weights, in units of 1/c
 
     def __post_init__(self) -> None:
-        if not 0 <= self.users <= MAX_USERS:
-            raise InvalidValueError(f"the number of users is not from 0 to {MAX_USERS}")
+        if not 0 <= self.users <= codec.MAX_USERS:
+            raise InvalidValueError(f"the number of users is not from 0 to {codec.MAX_USERS}")
         if not 0 <= self.weight <= self.users * MOST_WEIGHT:
             raise InvalidValueError("the weight of users is negative or too large for their number")
 
@@ -526,12 +512,8 @@ _INPUTS = FieldCodec(
 _TASK_FIELDS: FieldCodecs = {"options": _JSON, "inputs": _INPUTS, "adapters": _JSON}
 TASK = Codec(TaskDescription, pb.Task, "a task", _TASK_FIELDS, {"options": _LONGEST_OPTIONS})
 _ENROLLED = Codec(EnrolledNode, pb.EnrolledNode, "an enrolled node")
-_WELCOME_FIELDS: FieldCodecs = {
-    "users": _POSITIONS,
-    "task": TASK,
-    "nodes": list_of(_ENROLLED),
-}
-WELCOME = Codec(Welcome, pb.Welcome, "a welcome", _WELCOME_FIELDS, {"users": MAX_USERS})
+_WELCOME_FIELDS: FieldCodecs = {"users": _POSITIONS, "task": TASK, "nodes": list_of(_ENROLLED)}
+WELCOME = Codec(Welcome, pb.Welcome, "a welcome", _WELCOME_FIELDS, {"users": codec.MAX_USERS})
 LEDGER_REQUEST = Codec(LedgerRequest, pb.LedgerRequest, "a request for the ledger")
 ROUND_ID = Codec(RoundId, pb.RoundId, "the name of a round")
 _EVENT = FieldCodec(
@@ -554,11 +536,7 @@ LOCAL_TRAINING = FieldCodec(lambda local: _LOCAL.encode(_spelled_out(local)), _L
 METRIC = Codec(Metric, pb.Metric, "a metric", {"shape": SHAPE}, {"options": _MAX_OPTIONS})
 HEAD = Codec(SignedHead, pb.SignedHead, "a signed head")
 COUNTERSIGNATURE = Codec(
-    Countersignature,
-    pb.Countersignature,
-    "a countersignature",
-    {"head": HEAD},
-    optional="head",
+    Countersignature, pb.Countersignature, "a countersignature", {"head": HEAD}, optional="head"
 )
 _OFFER_FIELDS: FieldCodecs = {
     "id": ROUND_ID,
@@ -572,7 +550,7 @@ _OFFER_FIELDS: FieldCodecs = {
     "head": HEAD,
 }
 OFFER = Codec(
-    RoundOffer, pb.Offer, "an offer", _OFFER_FIELDS, {"users": MAX_USERS}, optional="head"
+    RoundOffer, pb.Offer, "an offer", _OFFER_FIELDS, {"users": codec.MAX_USERS}, optional="head"
 )
 PROPOSAL = Codec(Proposal, pb.Proposal, "a proposal", _OFFER_FIELDS, optional="head")
 _VOTE_FIELDS: FieldCodecs = {"id": ROUND_ID, "countersignature": COUNTERSIGNATURE}
@@ -581,42 +559,30 @@ _ITEMS = FieldCodec(
     lambda items: [pb.Item(node=node, content=items[node]) for node in sorted(items)],
     lambda items: {item.node: item.content for item in items},
 )
-_STEP_FIELDS: FieldCodecs = {
-    "id": ROUND_ID,
-    "stage": FieldCodec(int, Stage),
-    "items": _ITEMS,
-}
+_STEP_FIELDS: FieldCodecs = {"id": ROUND_ID, "stage": FieldCodec(int, Stage), "items": _ITEMS}
 STEP = Codec(Step, pb.Step, "a step", _STEP_FIELDS)
-_SUM = Codec(SummedUpdates, pb.PartialSum, "a sum")
-_DECLINE = Codec(Decline, pb.Decline, "a decline")
-_MASKED = Codec(MaskedSum, pb.MaskedSum, "a masked sum")
+_CONTENTS: Mapping[str, Codec[Any, Any]] = {
+    "sum": Codec(SummedUpdates, pb.PartialSum, "a sum"),
+    "decline": Codec(Decline, pb.Decline, "a decline"),
+    "masked": Codec(MaskedSum, pb.MaskedSum, "a masked sum"),
+}
 RECEIPT = Codec(Receipt, pb.Receipt, "a receipt")
 STATUS = Codec(Status, pb.Status, "a status", {"state": FieldCodec(str, RunState)})
 
 
 def encode_answer(answer: RoundAnswer) -> pb.Answer:
     """Return the message of an answer; WireError if it exceeds a limit."""
-    message, content = pb.Answer(id=ROUND_ID.encode(answer.id)), answer.content
-    if isinstance(content, Decline):
-        message.decline.CopyFrom(_DECLINE.encode(content))
-    elif isinstance(content, MaskedSum):
-        message.masked.CopyFrom(_MASKED.encode(content))
-    else:
-        message.sum.CopyFrom(_SUM.encode(content))
+    message = pb.Answer(id=ROUND_ID.encode(answer.id))
+    name = next(name for name, one in _CONTENTS.items() if one.value is type(answer.content))
+    getattr(message, name).CopyFrom(_CONTENTS[name].encode(answer.content))
     codec.check_size("an answer", message, codec.SERVER_RECEIVES_BYTES)
     return message
 
 
 def decode_answer(message: pb.Answer) -> RoundAnswer:
     """Return the answer in a message, or raise WireError."""
-    content: SummedUpdates | MaskedSum | Decline
-    match message.WhichOneof("what"):
-        case "sum":
-            content = _SUM.decode(message.sum)
-        case "decline":
-            content = _DECLINE.decode(message.decline)
-        case "masked":
-            content = _MASKED.decode(message.masked)
-        case _:
-            raise WireError("an answer is empty; it must be a sum or a decline")
+    name = message.WhichOneof("what")
+    if name is None:
+        raise WireError("an answer is empty; it must be a sum or a decline")
+    content = _CONTENTS[name].decode(getattr(message, name))
     return RoundAnswer(ROUND_ID.decode(message.id), content)

@@ -49,9 +49,9 @@ from tests.server.loopback import PATIENCE, POPULATION_ID, site, until
 PARAMETERS = {"w": np.ones((2, 3), np.float32)}
 LAYOUT = Layout.of(PARAMETERS)
 CLIPPING = Clipping(LAYOUT, flat(LAYOUT, 1.0))
-USERS = {"a": ["0"], "b": ["1"], "c": ["2"]}
-EVENT = poisson_gaussian(0.5, 1.0, population=3)
-OTHER_EVENT = poisson_gaussian(0.5, 2.0, population=3)
+USERS = {"a": ["0", "1"], "b": ["2", "3"], "c": ["4", "5"], "one": ["6"]}
+EVENT = poisson_gaussian(0.5, 1.0, population=7)
+OTHER_EVENT = poisson_gaussian(0.5, 2.0, population=7)
 PRICE = Price(EVENT, 0, 1e6, 1e-6, 0)
 LOCAL = LocalTraining(0.1, epochs=1, max_examples=3)
 TWO_LEDGERS = "the server has shown two ledgers in this run"
@@ -65,7 +65,7 @@ def charge(
 
 
 def request(number: int, run: str = "run") -> RoundRequest:
-    return RoundRequest(run, number, 0, PARAMETERS, CLIPPING, LOCAL, np.arange(3), bytes(32))
+    return RoundRequest(run, number, 0, PARAMETERS, CLIPPING, LOCAL, np.arange(7), bytes(32))
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ class Players:
     """In place of the class of workers."""
 
     async def start(self, settings: HostSettings) -> Player:
-        return Player(Loaded(1, digest_of(USERS[settings.users]), bytes(8)))
+        users = USERS[settings.users]
+        return Player(Loaded(len(users), digest_of(users), bytes(8 * len(users))))
 
 
 @dataclass
@@ -159,8 +160,8 @@ class World:
         service, transport = self.site.server.service, self.transport()
         ballot = transport._ballot(request(number))
         self.site.server.call(lambda: service.propose(ballot))
-        until(lambda: ballot.voted(node))
-        return ballot._objections[node]
+        until(lambda: ballot.agrees(node) is not None)
+        return ballot._votes[node].objection
 
     def proofs(self, node: str) -> list[tuple[str, str, bytes, bytes, bytes]]:
         with sqlite3.connect(self.folder / "states" / node / "journal.sqlite") as journal:
@@ -342,7 +343,16 @@ def test_an_honest_server_is_never_suspected(
     assert world.answers(3) == {"a", "b", "c"}
     charge(ledger, 3)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
-    assert not [proof for node in USERS for proof in world.proofs(node)]
+    assert not [proof for node in ("a", "b", "c") for proof in world.proofs(node)]
+
+
+def test_no_node_learns_of_a_node_of_one_user(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    for node in ("a", "b", "one"):
+        world.join(node)
+    assert world.answers(1, least=3) == {"a", "b", "one"}
+    assert caplog.text.count("nodes that know this ledger: a, b\n") == 3
 
 
 # Rosters.
