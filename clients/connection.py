@@ -23,6 +23,7 @@ from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.ledger import Head
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PartialSum
+from fedpriv.secure_sums.protocol import MaskedVector
 from fedpriv.wire import Receipt, RoundId, RoundOffer, Status, Terms, Vote, Welcome, codec, naming
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import SERVICE, Address
@@ -222,10 +223,10 @@ class FederationStub:
         header, tensors = wire.sum_to_send(answer)
         return await self._upload(wire.RoundAnswer(round_id, header), tensors)
 
-    async def upload_masked(self, round_id: RoundId, masked: npt.NDArray[np.uint64]) -> Receipt:
+    async def upload_masked(self, round_id: RoundId, masked: MaskedVector) -> Receipt:
         """Send a masked sum [D], and return the server's receipt."""
-        answer = wire.RoundAnswer(round_id, wire.MaskedSum())
-        return await self._upload(answer, {wire.SUM: masked.view(np.int64)})
+        answer, signed = wire.RoundAnswer(round_id, wire.MaskedSum()), f"i{masked.itemsize}"
+        return await self._upload(answer, {wire.SUM: masked.view(signed)})
 
     async def exchange(self, step: wire.Step) -> wire.Step:
         """Take a step of a secure sum, and return the server's answer, once there is one."""

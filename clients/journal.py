@@ -214,11 +214,8 @@ class Journal:
 
         The messages are kept as they were signed: `shown` to this node and `other` to another.
         """
-        messages = (
-            wire.ROUND_ID.encode(attempt),
-            wire.HEAD.encode(shown),
-            wire.COUNTERSIGNATURE.encode(other),
-        )
+        first, second = wire.ROUND_ID.encode(attempt), wire.HEAD.encode(shown)
+        messages = first, second, wire.COUNTERSIGNATURE.encode(other)
         row = population_name, attempt.run, *(m.SerializeToString() for m in messages)
         with _refusing(), self._database.transaction():
             insert = "INSERT OR IGNORE INTO equivocations VALUES (?, ?, ?, ?, ?)"

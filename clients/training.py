@@ -71,17 +71,10 @@ class Host:
         blank = {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in users.fields.items()}
         check_task(task, blank)
         device, activations = machine_of(settings)
-        transport = InProcessTransport(
-            task,
-            users,
-            device,
-            chunk_memory_of(None, device),
-            hosted,
-            activations=activations,
-            processes=settings.processes,
-            limited=True,
-            timed=False,  # otherwise nodes could differ by rounding
-        )
+        place = users, device, chunk_memory_of(None, device), hosted
+        # It is not timed, because otherwise nodes could differ by rounding.
+        transport = InProcessTransport(task, *place, limited=True, timed=False)
+        transport = replace(transport, activations=activations, processes=settings.processes)
         single = UserStore(blank, np.array([0, 1]))
         _warm_up(replace(transport, users=single, hosted=None))
         return NodeTrainer(transport)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -348,16 +348,13 @@ class Service:
         if event.secure_sum is None and ballot.head is None:
             return replace(vote, countersignature=None)
         binding = binding_of(self.enrolment.population_id, vote.id, event, ballot.head)
-        size = PUBLIC_BYTES if event.secure_sum else 0
-        try:
-            valid = (
-                own is not None
-                and (own.node, len(own.key), own.head) == (node, size, ballot.head)
-                and certificate_of(own, binding) == self.authentication.peer_certificate()
-            )
-        except InvalidValueError:
-            valid = False
-        return vote if valid else replace(vote, objection="the vote is not signed by the node")
+        expected = node, PUBLIC_BYTES if event.secure_sum else 0
+        certificate = self.authentication.peer_certificate()
+        if own is not None and (own.node, len(own.key)) == expected:
+            with suppress(InvalidValueError):
+                if certificate_of(own, binding) == certificate:
+                    return replace(vote, countersignature=replace(own, head=ballot.head))
+        return replace(vote, objection="the vote is not signed by the node")
 
     def _report(self, node: str, vote: wire.Vote) -> None:
         """Log each objection once. All nodes vote, so the line may name a node of one user."""
@@ -455,7 +452,7 @@ class Service:
         collection: Collection,
     ) -> tuple[PartialSum, tuple[Trouble, str] | None]:
         """Receive and check the sum of an answer; return it and its flaw, if any."""
-        receiver = Receiver(content.tensors(collection.offer.clipping.layout.dimension))
+        receiver = Receiver(collection.tensors(content))
         async for part in parts:
             receiver.add(part.chunk)  # here, since waking a thread would take as long
 

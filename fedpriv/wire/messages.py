@@ -31,7 +31,7 @@ from fedpriv.training.request import CONTROL_PREFIX, LocalTraining, RoundRequest
 from fedpriv.wire import codec
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.codec import Checked, Codec, FieldCodec, FieldCodecs, Legal, below, list_of
-from fedpriv.wire.tensors import FLOAT32, INT32, INT64, LAYOUT, MANIFEST, SHAPE, Manifest
+from fedpriv.wire.tensors import FLOAT32, INT32, INT64, LAYOUT, MANIFEST, SHAPE, Manifest, Number
 
 VERSION = 1  # of the protocol
 SUM = "sum"  # name of the vector that is the sum of users' contributions
@@ -241,7 +241,7 @@ class Countersignature(Checked):
     key: Annotated[bytes, codec.length(0, PUBLIC_BYTES)]  # `KeyPair.public`; or empty
     certificate: Certificate = field(repr=False)  # of the node
     signature: Signature = field(repr=False)
-    head: SignedHead | None = None  # as the server proposed it to this node
+    head: SignedHead | None = None  # that of its proposal; left out in a vote
 
 
 class Stage(IntEnum):
@@ -392,9 +392,9 @@ class MaskedSum:
     users: ClassVar[int] = 0
     weight: ClassVar[int] = 0
 
-    def tensors(self, dimension: int) -> Manifest:
-        """Return the manifest of the total [dimension], in 64 bits."""
-        return Manifest(Layout((SUM,), ((dimension,),)), INT64)
+    def tensors(self, dimension: int, dtype: Number) -> Manifest:
+        """Return the manifest of the total [dimension], in 32 or 64 bits."""
+        return Manifest(Layout((SUM,), ((dimension,),)), dtype.newbyteorder("<"))
 
 
 @dataclass(frozen=True)

@@ -54,16 +54,11 @@ def binding_of(
 
 
 def countersigned(
-    node: str,
-    public: bytes,
-    binding: bytes,
-    head: SignedHead | None,
-    certificate: x509.Certificate,
-    private_pem: bytes,
+    node: str, public: bytes, binding: bytes, certificate: x509.Certificate, private_pem: bytes
 ) -> Countersignature:
     """Return a node's signature of a proposal, with its public key of a secure sum, or none."""
     signature = signed(private_pem, key_statement(binding, node, public))
-    return Countersignature(node, public, certificate.public_bytes(Encoding.DER), signature, head)
+    return Countersignature(node, public, certificate.public_bytes(Encoding.DER), signature)
 
 
 def certificate_of(of: Countersignature, binding: bytes) -> x509.Certificate:

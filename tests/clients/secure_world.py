@@ -58,8 +58,8 @@ Lie = Callable[[str, Step], Step]  # to a node, in place of the honest answer
 
 
 def contribution_of(user: int) -> np.ndarray:
-    """What a user adds to a sum, in steps."""
-    return np.random.default_rng(user).integers(-(2**20), 2**20, LAYOUT.dimension)
+    """What a user adds to a sum, in steps: whole coarse steps, which nodes do not round."""
+    return np.random.default_rng(user).integers(-(2**6), 2**6, LAYOUT.dimension) * 2**14
 
 
 def honest(_: str, answer: Step) -> Step:
@@ -169,9 +169,8 @@ class World:
             if name in self.heads:
                 head = self.signed(self.heads[name], ballot.id)
             shown = replace(terms, id=ballot.id, head=head)
-            ballot.count(
-                name, Vote(ballot.id, "", site.secure.countersignature(site.welcome, shown))
-            )
+            signature = site.secure.countersignature(site.welcome, shown)
+            ballot.count(name, Vote(ballot.id, "", replace(signature, head=head)))
         return ballot
 
     def signed(self, head: Head, attempt: RoundId) -> SignedHead:
@@ -292,7 +291,7 @@ class _Server:
         self._leave(name, Stage.AGREE)
         self.uploads.setdefault(name, []).append(masked.copy())
         collection = self.collected.collection
-        if collection.settle(name, PartialSum(name, 0, masked.view(np.int64), 0)):
+        if collection.settle(name, PartialSum(name, 0, masked.astype(np.int64), 0)):
             await collection.until_taken()
             return Receipt(accepted=True)
         return Receipt(accepted=False, reason="the round is over")

@@ -287,7 +287,7 @@ def test_training_takes_half_of_the_memory_of_the_machine_if_nothing_is_said() -
 def test_a_model_for_which_there_is_no_memory_is_an_error_of_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(training, "limit_address_space", lambda _: None)
+    monkeypatch.setattr(training.worker, "limit_address_space", lambda _: None)
     with (
         pytest.raises(ModelError, match="more memory than the 77 MiB of --memory"),
         training._limited(HostSettings("none", "cpu", 77)),

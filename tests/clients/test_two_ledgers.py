@@ -370,7 +370,8 @@ def signed_by(world: World, offer: RoundOffer, who: Identity, head: SignedHead) 
     """What "b" would sign, with another's certificate or of another head."""
     assert who.certificate is not None
     binding = binding_of(POPULATION_ID, offer.id, offer.price.event, head)
-    return countersigned("b", b"", binding, head, who.certificate, who.key)
+    made = countersigned("b", b"", binding, who.certificate, who.key)
+    return replace(made, head=head)
 
 
 def of_a_former_round(world: World, offer: RoundOffer) -> RoundOffer:
@@ -508,7 +509,7 @@ def test_a_server_takes_no_vote_that_others_would_refuse(
         else:
             who = world.identity("c")
         binding = binding_of(POPULATION_ID, proposal.id, EVENT, head)
-        return countersigned("b", b"", binding, head, who.certificate, who.key)
+        return countersigned("b", b"", binding, who.certificate, who.key)
 
     monkeypatch.setattr(membership.SecureSums, "countersignature", lie)
     world.join("b")
