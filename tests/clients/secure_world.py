@@ -1,7 +1,7 @@
 """Nodes with certificates, and a server that they need not trust, without gRPC between them."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy as np
 from fedpriv.clients.connection import Backoff, Identity, identity_of
 from fedpriv.clients.consent import Consent
 from fedpriv.clients.journal import Journal
-from fedpriv.clients.ledger_check import OfferPolicy
+from fedpriv.clients.ledger_check import LedgerVerifier, OfferPolicy
 from fedpriv.clients.secure import SecureSums
 from fedpriv.errors import FedprivError
 from fedpriv.ledger import Head
@@ -112,9 +112,21 @@ class World:
     """An enrolment with certificates, its nodes, and one server."""
 
     def __init__(
-        self, folder: Path, nodes: int = 5, secure: SecureSum | None = None, *, verify: bool = False
+        self,
+        folder: Path,
+        nodes: int = 5,
+        secure: SecureSum | None = None,
+        *,
+        verify: bool = False,
+        public: Callable[[Head | None], Iterator[str]] | None = None,
+        head: Callable[[], Head] = lambda: HEAD,
     ) -> None:
+        """With `verify`, nodes check ledgers that are told what to say; with `public`, a true one.
+
+        `public` returns the ledger's lines after a head, and `head` its head.
+        """
         self.folder, self.server, self.grace = folder, _Server(), SECONDS
+        self.public, self.head = public, head
         init(folder, ["localhost"])
         names = [f"n{number}" for number in range(nodes)]
         identities = [identity_of(issue(folder, name).folder, None) for name in names]
@@ -125,10 +137,10 @@ class World:
         self.enrolment = Enrolment("ab" * 16, users, prints)
         self.secure = secure or SecureSum(nodes, 1, 1)
         sampling = PoissonSampling(nodes * USERS, 0.5)
-        mechanism = GaussianMechanism.calibrated(
+        self.mechanism = GaussianMechanism.calibrated(
             sampling, CLIPPING, 1.0, (1.0,), secure_sum=self.secure
         )
-        self.price = Price(mechanism.event, 0, 1.0, 1e-5, 0)
+        self.price = Price(self.mechanism.event, 0, 1.0, 1e-5, 0)
         digest = enrolment_digest(self.enrolment.enrolled)
         self.consent = Consent(trust="none", enrolment=digest)
         self.ledgers = {name: Ledgers() for name in names} if verify else {}
@@ -140,30 +152,43 @@ class World:
     def _site(self, identity: Identity) -> Site:
         name = identity.node
         journal = Journal(self.folder / f"{name}.sqlite")
-        verifier: Any = self.ledgers.get(name)
-        digests = np.arange(USERS)
-        policy = OfferPolicy(journal, self.consent, verifier, digests, identity.authorities)
+        backoff = Backoff(0.001, 0.001)
         stub: Any = SimpleNamespace(
+            fetch_ledger=self._fetch_ledger,
             download=self.server.download,
             upload_masked=partial(self.server.upload, name),
             exchange=partial(self.server.exchange, name),
         )
+        verifier: Any = self.ledgers.get(name)
+        if self.public is not None:
+            verifier = LedgerVerifier(stub, journal, backoff)
+        digests = np.arange(USERS)
+        policy = OfferPolicy(journal, self.consent, verifier, digests, identity.authorities)
         trainer: Any = Trainer()
-        secure = SecureSums(stub, trainer, policy, identity, Backoff(0.001, 0.001))
+        secure = SecureSums(stub, trainer, policy, identity, backoff)
         users, nodes = self.enrolment.users_of(name).copy(), self.enrolment.enrolled
         population = self.enrolment.population
         welcome = Welcome(self.enrolment.population_id, population, users, TASK, "", nodes)
         return Site(identity, secure, trainer, welcome)
 
+    async def _fetch_ledger(self, head: Head | None) -> Iterator[str]:
+        assert self.public is not None
+        return self.public(head)
+
     def restarted(self, name: str) -> None:
         """A node's process begins anew, with its journal."""
         self.sites[name] = self._site(self.sites[name].identity)
 
+    def unvoted(self, number: int, attempt: int = 0) -> Ballot:
+        """A proposal of an attempt."""
+        local = LocalTraining(0.1, epochs=1, max_examples=3)
+        terms = Proposal(RoundId("run", number, attempt), CLIPPING, local, (), self.price)
+        return Ballot(terms, partial(self.signed, self.head()))
+
     def proposal(self, number: int = 1) -> Ballot:
         """A proposal of an attempt, on which all nodes have voted."""
-        local = LocalTraining(0.1, epochs=1, max_examples=3)
-        terms = Proposal(RoundId("run", number, 0), CLIPPING, local, (), self.price)
-        ballot = Ballot(terms, partial(self.signed, HEAD))
+        ballot = self.unvoted(number)
+        terms = ballot.terms
         for name, site in self.sites.items():
             head = ballot.head
             if name in self.heads:
@@ -182,9 +207,8 @@ class World:
     def collection(self, ballot: Ballot) -> tuple[SecureCollection, RoundOffer]:
         """The collection of a voted attempt, and its offer to the nodes."""
         terms, nobody = ballot.terms, np.empty(0, np.int64)
-        request = RoundRequest(
-            "run", terms.id.round, 0, PARAMETERS, CLIPPING, terms.local, nobody, bytes(32)
-        )
+        at = "run", terms.id.round, terms.id.attempt
+        request = RoundRequest(*at, PARAMETERS, CLIPPING, terms.local, nobody, bytes(32))
         signatures = ballot.roster(list(self.sites))
         collection = Collection(request, ballot, signatures, self.enrolment, SECONDS)
         name, event = self.enrolment.population_id, self.price.event
