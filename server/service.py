@@ -533,7 +533,7 @@ class Listener:
         async def run() -> Result:
             return function()
 
-        return self.wait(run())
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result()
 
 
 @contextmanager

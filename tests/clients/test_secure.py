@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedpriv.clients import secure
-from fedpriv.clients.connection import identity_of
+from fedpriv.clients.connection import Identity, identity_of
 from fedpriv.clients.consent import review_of
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger import Head
@@ -173,14 +173,9 @@ def without_change(_: str, offer: RoundOffer) -> RoundOffer:
     return offer
 
 
-def other_key(world: World, name: str, *, signer: str | None = None) -> Countersignature:
-    """A key for the last attempt that another node, or a stranger, has signed."""
-    collected = world.server.collected
-    offer = collected.collection.offer
+def other_key(world: World, offer: RoundOffer, name: str, identity: Identity) -> Countersignature:
+    """A key of a node that another, or a stranger, has signed."""
     binding = binding_of(world.enrolment.population_id, offer.id, world.price.event, offer.head)
-    identity = world.sites[signer or name].identity
-    if signer is None:
-        identity = identity_of(issue(world.folder / "others", name).folder, None)
     assert identity.certificate is not None
     public = KeyPair.fresh().public
     made = countersigned(name, public, binding, identity.certificate, identity.key)
@@ -197,7 +192,7 @@ def substituted(world: World, offer: RoundOffer) -> tuple[Countersignature, ...]
 
 
 def signed_by_another(world: World, offer: RoundOffer) -> tuple[Countersignature, ...]:
-    return (*offer.roster[:-1], other_key(world, "n4", signer="n3"))
+    return (*offer.roster[:-1], other_key(world, offer, "n4", world.sites["n3"].identity))
 
 
 def of_another_attempt(world: World, offer: RoundOffer) -> tuple[Countersignature, ...]:
@@ -206,8 +201,8 @@ def of_another_attempt(world: World, offer: RoundOffer) -> tuple[Countersignatur
 
 def with_a_stranger(world: World, offer: RoundOffer) -> tuple[Countersignature, ...]:
     """A node that the authority has signed and nobody has enrolled."""
-    key = replace(other_key(world, "n4", signer="n3"), node="n9")
-    return (*offer.roster, key)
+    stranger = identity_of(issue(world.folder, "n9").folder, None)
+    return (*offer.roster, other_key(world, offer, "n9", stranger))
 
 
 @pytest.mark.parametrize(
