@@ -334,7 +334,7 @@ def test_nodes_and_workers_have_whole_users_whatever_the_policy_is_called(tmp_pa
 
 
 def test_python_refuses_what_a_file_does(tmp_path: Path) -> None:
-    with pytest.raises(InvalidValueError, match=r"local\.epochs is 2 and sampling\.policy"):
+    with pytest.raises(InvalidValueError, match=r"local is given and sampling\.policy"):
         run(population(), private(), tmp_path / "a", local=fedpriv.SGD(1.0, epochs=2))
     with pytest.raises(InvalidValueError, match=r"total_examples is 5\.0"):
         fedpriv.Mechanism.poisson(0.5, fedpriv.Flat(1.0), total_examples=5.0)
