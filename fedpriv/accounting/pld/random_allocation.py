@@ -47,8 +47,8 @@ from functools import lru_cache
 import numpy as np
 from scipy.special import ndtri
 
-from fedpriv.accounting.pld.dominating_pairs import PoissonPair, gaussian_masses
 from fedpriv.accounting.pld.lattice import ROUNDING, DiscreteLaw, Pairs
+from fedpriv.accounting.pld.sampled_examples import PoissonPair, gaussian_masses
 from fedpriv.accounting.round_counts import Vector
 
 _ULP = 2.0**-53
@@ -204,7 +204,6 @@ def _spaced(low: float, middle: float, high: float, scale: float, far: float) ->
 
     δ depends on large ratios, so points below the middle may be farther apart.
     """
-
     turn = math.sqrt(max((far / _NEAR) ** 2 - scale**2, 0.0))  # _NEAR·hypot(turn, scale) = far
 
     def distances(reach: float, factor: float) -> Vector:
