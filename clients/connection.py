@@ -24,6 +24,7 @@ from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.ledger import Head
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PartialSum
+from fedpriv.secure_sums.protocol import MaskedVector
 from fedpriv.wire import Receipt, RoundId, RoundOffer, Status, Terms, Vote, Welcome, codec, naming
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import SERVICE, Address
@@ -225,9 +226,10 @@ class FederationStub:
             return await self._upload(round_id, answer, {})
         return await self._upload(round_id, *wire.sum_to_send(answer))
 
-    async def upload_masked(self, round_id: RoundId, masked: npt.NDArray[np.uint64]) -> Receipt:
+    async def upload_masked(self, round_id: RoundId, masked: MaskedVector) -> Receipt:
         """Send a masked sum [D], and return the server's receipt."""
-        return await self._upload(round_id, wire.MaskedSum(), {wire.SUM: masked.view(np.int64)})
+        signed = masked.view(f"i{masked.itemsize}")
+        return await self._upload(round_id, wire.MaskedSum(), {wire.SUM: signed})
 
     async def exchange(self, step: wire.Step) -> wire.Step:
         """Take a step of a secure sum, and return the server's answer, once there is one."""

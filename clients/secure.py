@@ -7,9 +7,8 @@ terms, and on keys that other enrolled nodes have signed; see docs/secure-sums.m
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import numpy as np
 from cryptography import x509
@@ -20,11 +19,10 @@ from fedpriv.clients.worker import Worker
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.ledger import Head
 from fedpriv.ledger.events import SecureSum
-from fedpriv.privacy.clipping import IntegerVector
 from fedpriv.privacy.gaussian_mechanism import rounded_noise
 from fedpriv.privacy.sampling import drawn_users
-from fedpriv.secure_sums.parameters import share_stddevs
-from fedpriv.secure_sums.protocol import KeyPair, Participant, Roster, Uploaded
+from fedpriv.secure_sums.parameters import Grid, SignedVector, share_stddevs
+from fedpriv.secure_sums.protocol import KeyPair, Participant, Uploaded, Verify
 from fedpriv.wire import NodeKey, Proposal, RoundOffer, Stage, Step, Welcome
 from fedpriv.wire.naming import fingerprint_of, has_signed, signed
 from fedpriv.wire.roster import binding_of, certificate_of, roster_of, signed_key
@@ -33,26 +31,8 @@ _log = logging.getLogger(__name__)
 _LEAST_MARGIN = 0.05  # share of the time until the upload's deadline that is kept for the upload
 
 
-_Result = TypeVar("_Result")
-
-
 class VoidError(FedprivError):
     """The attempt ends without this node; the message says why, and nothing about users."""
-
-
-@dataclass(frozen=True)
-class _Party:
-    """This node among the others of an attempt, whose keys it has checked."""
-
-    roster: Roster
-    certificates: Mapping[str, x509.Certificate]
-    participant: Participant
-
-    def signed_by(self, node: str, statement: bytes, signature: bytes) -> bool:
-        """Return whether a node of the roster has signed a statement."""
-        return node in self.certificates and has_signed(
-            self.certificates[node], statement, signature
-        )
 
 
 @dataclass(eq=False)
@@ -74,7 +54,7 @@ class SecureSums:
     policy: OfferPolicy
     identity: Identity
     backoff: Backoff
-    _pair: tuple[bytes, KeyPair] | None = field(default=None, repr=False)  # of the last vote
+    _pairs: dict[bytes, KeyPair] = field(default_factory=dict, repr=False)  # of the last vote
     _stated: str = ""  # the statement that was logged last
 
     def key(self, welcome: Welcome, proposal: Proposal) -> NodeKey:
@@ -86,7 +66,7 @@ class SecureSums:
             self._stated = statement
             _log.info("(ε, δ): %s", statement)
         binding, pair = binding_of(welcome.population_name, proposal.id, event), KeyPair.fresh()
-        self._pair = binding, pair
+        self._pairs = {binding: pair}
         return signed_key(own.node, pair.public, binding, own.certificate, own.key)
 
     async def take_part(self, welcome: Welcome, offer: RoundOffer, deadline: float) -> None:
@@ -96,54 +76,62 @@ class SecureSums:
         """
         if (secure := offer.price.event.secure_sum) is None:
             raise VoidError("the server is trusted in this round")
-        party = self._party(welcome, offer, secure)
-        mine = party.participant
+        mine, verify = self._party(welcome, offer, secure)
         shared = await self._step(offer, Stage.SHARE, mine.sealed)
         total = await self._noised_sum(welcome, offer, deadline)
         masked, uploaded = mine.masked(total, shared.nodes, shared.items)
         if objection := self.policy.record(welcome, offer):
             raise VoidError(objection)
-        receipt = await self._again(lambda: self.server.upload_masked(offer.id, masked))
+        receipt = await persist(lambda: self.server.upload_masked(offer.id, masked), self.backoff)
         if not receipt.accepted:
             raise VoidError(f"the server refuses the masked sum: {receipt.reason!r}")
         survivors = (await self._step(offer, Stage.AGREE)).nodes
         signature = signed(self.identity.key or b"", uploaded.statement(survivors))
         quorum = await self._step(offer, Stage.SIGN, {self.identity.node: signature})
-        shares = uploaded.opened(survivors, quorum.items, party.signed_by)
+        shares = uploaded.opened(survivors, quorum.items, verify)
         await self._check_charged(welcome, offer, uploaded)
-        await self._again(lambda: self.server.exchange(Step(offer.id, Stage.OPEN, (), shares)))
+        await persist(
+            lambda: self.server.exchange(Step(offer.id, Stage.OPEN, (), shares)), self.backoff
+        )
 
-    def _party(self, welcome: Welcome, offer: RoundOffer, secure: SecureSum) -> _Party:
-        """Return this node among the others; VoidError unless all are enrolled and have signed."""
+    def _party(
+        self, welcome: Welcome, offer: RoundOffer, secure: SecureSum
+    ) -> tuple[Participant, Verify]:
+        """Return this node among the others, and a function that checks their signatures.
+
+        VoidError: a node is not enrolled, or has not signed its key for this attempt.
+        """
         binding = binding_of(welcome.population_name, offer.id, offer.price.event)
         enrolled = {node.name: node.fingerprint.hex() for node in welcome.nodes}
-        certificates = {}
+        certificates = dict[str, x509.Certificate]()
         for key in offer.roster:
             certificate = certificate_of(key, binding)
             if enrolled.get(key.node) != fingerprint_of(certificate):
                 raise VoidError("the roster has a node that is not enrolled with its certificate")
             certificates[key.node] = certificate
-        pair = None if self._pair is None else self._pair[1]
-        own = {key.node: key.key for key in offer.roster}.get(self.identity.node)
-        if pair is None or self._pair is None or (binding, pair.public) != (self._pair[0], own):
-            raise VoidError("the roster does not have the key that the node sent with its vote")
-        self._pair = None  # a key is for one roster
+        if (pair := self._pairs.pop(binding, None)) is None:  # a key is for one roster
+            raise VoidError("the node has no key of a vote on this attempt")
         roster, head = roster_of(offer.roster, binding), self.policy.verified_head
         note = f"{head.count}:{head.hash}".encode() if head else b""
         mine = Participant.begin(roster, self.identity.node, pair, secure, note)
-        return _Party(roster, certificates, mine)
+
+        def verify(node: str, statement: bytes, signature: bytes) -> bool:
+            certificate = certificates.get(node)
+            return certificate is not None and has_signed(certificate, statement, signature)
+
+        return mine, verify
 
     async def _noised_sum(
         self, welcome: Welcome, offer: RoundOffer, deadline: float
-    ) -> IntegerVector:
-        """Return the sum of the users whom the node draws, with its share of the noise: int64 [D].
+    ) -> SignedVector:
+        """Return the sum of the users whom the node draws, with its share of the noise: [D].
 
         The model is downloaded and the time is taken whether or not anybody is drawn. Users of a
         training that fails count as zero.
         """
         loop = asyncio.get_running_loop()
         began, event = loop.time(), offer.price.event
-        tensors = await self._again(lambda: self.server.download(offer))
+        tensors = await persist(lambda: self.server.download(offer), self.backoff)
         taken = loop.time() - began
         margin = max(4.0 * taken, _LEAST_MARGIN * (deadline - began))
         until = max(loop.time(), deadline - margin)
@@ -165,8 +153,9 @@ class SecureSums:
         # variances of the shares of any n − t − d honest nodes add up to σ_g² at least, so that all
         # parts together change by at most 1/z in units of the total's noise. That rounded shares
         # add up to one rounded Gaussian but for δ′ is the theorem of `secure_sums.parameters`.
-        stddevs = share_stddevs(event, len(offer.roster))
-        return total + rounded_noise(lambda _: os.urandom(32), offer.clipping, stddevs)
+        nodes, clipping = len(offer.roster), offer.clipping
+        noise = rounded_noise(lambda _: os.urandom(32), clipping, share_stddevs(event, nodes))
+        return Grid.of(event, nodes).rounded(total + noise, clipping)
 
     async def _check_charged(self, welcome: Welcome, offer: RoundOffer, uploaded: Uploaded) -> None:
         """Raise VoidError unless the ledger has charged the attempt and neighbours know the same.
@@ -195,10 +184,7 @@ class SecureSums:
     ) -> Step:
         """Take a step and return the server's answer; VoidError if it ends the attempt."""
         step = Step(offer.id, stage, (), items or {})
-        answer = await self._again(lambda: self.server.exchange(step))
+        answer = await persist(lambda: self.server.exchange(step), self.backoff)
         if (answer.id, answer.stage) != (offer.id, stage) or not answer.nodes:
             raise VoidError("too few nodes are left")
         return answer
-
-    async def _again(self, call: Callable[[], Awaitable[_Result]]) -> _Result:
-        return await persist(call, self.backoff)

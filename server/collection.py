@@ -17,6 +17,7 @@ from fedpriv.ledger.events import Randomness
 from fedpriv.measures.metrics import own_metrics
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.report.records import Trouble
+from fedpriv.secure_sums.parameters import Grid
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.request import RoundRequest
@@ -285,6 +286,14 @@ class Collection:
     def counts_already(self, node: str, answer: wire.RoundAnswer) -> bool:
         """Return whether this repeats an answer whose sum was accepted."""
         return node in self._accepted and self._misfit(node, answer) is None
+
+    def tensors(self, content: wire.SummedUpdates | wire.MaskedSum) -> wire.Manifest:
+        """Return the manifest of the sum that follows the header of an answer."""
+        dimension = self.offer.clipping.layout.dimension
+        if isinstance(content, wire.MaskedSum):
+            grid = Grid.of(self.offer.price.event, len(self.offer.roster))
+            return content.tensors(dimension, grid.dtype)
+        return content.tensors(dimension)
 
     def check_sum(self, partial: PartialSum) -> None:
         """Raise WireError for a sum that its users cannot have contributed.

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from time import monotonic
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import SecureSum
 from fedpriv.privacy.round import OpenedSum
+from fedpriv.secure_sums.parameters import Grid
 from fedpriv.secure_sums.protocol import Roster, unmasked
 from fedpriv.server.collection import Collection
 from fedpriv.wire import RoundId, Stage, Step
@@ -128,7 +128,9 @@ class SecureCollection:
         self.exchange = Exchange(attempt, names, self._least, self.grace)
         self._sharers: list[str] = []
         self._survivors: list[str] = []
-        self._total = np.zeros(self.collection.offer.clipping.layout.dimension, np.uint64)
+        self._grid = Grid.of(self.collection.offer.price.event, len(names))
+        dimension = self.collection.offer.clipping.layout.dimension
+        self._total = np.zeros(dimension, f"u{self._grid.dtype.itemsize}")
 
     async def collect(self) -> bool:
         """Collect masked sums and signatures; return whether they suffice to open the total."""
@@ -157,7 +159,7 @@ class SecureCollection:
         arrived, watching = list[str](), asyncio.create_task(self.watch())
         try:
             while (masked := await asyncio.to_thread(self.collection.results.get)) is not None:
-                self._total += masked.total.view(np.uint64)
+                self._total += masked.total.astype(self._total.dtype)
                 arrived.append(masked.node)
                 self.collection.taken()
         finally:
@@ -177,13 +179,12 @@ class SecureCollection:
         shares = await self.exchange.sent(Stage.OPEN, survivors, self._until(_OPENED))
         lists = self.roster, self.secure, self._sharers, survivors
         try:
-            total: NDArray[np.int64] = await asyncio.to_thread(
-                unmasked, self._total, *lists, shares
-            )
+            total = await asyncio.to_thread(unmasked, self._total, *lists, shares)
         except InvalidValueError as error:
             _log.warning("the sum cannot be opened: %s", error)
             return None
-        return OpenedSum(total, len(survivors))
+        steps = self._grid.steps(total, self.collection.offer.clipping)
+        return OpenedSum(steps, len(survivors))
 
     def _until(self, share: float) -> Callable[[Sequence[str]], float]:
         """Return how long to wait for nodes if a step ends after this share of the time."""

@@ -467,7 +467,7 @@ class Service:
         collection: Collection,
     ) -> tuple[PartialSum, tuple[Trouble, str] | None]:
         """Receive and check the sum of an answer; return it and its flaw, if any."""
-        receiver = Receiver(content.tensors(collection.offer.clipping.layout.dimension))
+        receiver = Receiver(collection.tensors(content))
         async for part in parts:
             receiver.add(part.chunk)  # here, since waking a thread would take as long
 

@@ -72,7 +72,7 @@ def run(folder: Path, engine: InProcessTransport, rounds: int, cohort: int = 100
     files, name = (folder / "ledger", folder / "participation"), population.name
     with PrivacyRecords.open(*files, name, experiment.budget) as records:
         state, written, began = experiment.initial_state, RunFolder(folder), time.monotonic()
-        conduct(written, experiment, state, engine, records, lambda _: None, time.monotonic)
+        conduct(written, experiment, state, engine, records, clock=time.monotonic)
         return (time.monotonic() - began) / rounds
 
 

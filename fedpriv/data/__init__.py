@@ -7,7 +7,7 @@ tensors and datasets, and the module `partition` deals rows to synthetic users.
 from fedpriv.data import partition
 from fedpriv.data.arrays import from_arrays, from_grouped
 from fedpriv.data.digits import load_digits
-from fedpriv.data.hugging_face import from_dataset, from_partitioner, redeal
+from fedpriv.data.hugging_face import from_dataset, from_partitioner
 from fedpriv.data.population import Population, UserStore, load_population
 from fedpriv.data.synthetic import synthetic_population
 
@@ -21,6 +21,5 @@ __all__ = [
     "load_digits",
     "load_population",
     "partition",
-    "redeal",
     "synthetic_population",
 ]

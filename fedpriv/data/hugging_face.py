@@ -24,7 +24,6 @@ from fedpriv.data.columns import Array, ColumnLike, Fields, read_column, to_arra
 from fedpriv.data.partition import partition
 from fedpriv.data.population import (
     HELD_OUT_USER,
-    ROW_OWNERS,
     Population,
     UserStore,
     as_id_array,
@@ -75,17 +74,6 @@ def from_partitioner(
     dataset yet; it gets this one, with an additional column.
     """
     return _dealt(_whole(_columns(dataset, columns)), dataset, partitioner)
-
-
-def redeal(store: UserStore, partitioner: "Partitioner") -> UserStore:
-    """Deal rows of a store to other users; the partitioner reads fields with one value per row."""
-    if ROW_OWNERS in store.fields:
-        raise DataError("rows have several owners; only rows of one can be dealt to other users")
-    flat = {name: field for name, field in store.fields.items() if field.ndim == 1}
-    dataset = _package("datasets", "datasets").Dataset.from_dict(flat)
-    if not flat:
-        raise DataError("no field of the store has one value per row, for a partitioner to read")
-    return _dealt(store.fields, dataset, partitioner)
 
 
 @checked_arguments

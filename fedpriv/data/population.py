@@ -45,7 +45,7 @@ from fedpriv.data.columns import (
     to_array,
 )
 from fedpriv.errors import DataError, InvalidValueError, known_names
-from fedpriv.support.checks import check_types, is_whole
+from fedpriv.support.checks import check_range, check_types
 from fedpriv.support.disk import sync
 from fedpriv.support.importing import call_imported, check_options, import_function
 
@@ -272,10 +272,8 @@ class Population:
         So a result is a projection. (ε, δ) would hold if N' such users took part; for those who are
         there it does not, and what holds for them is given beside it.
         """
-        for name, number in (("users", users), ("cohort", cohort)):
-            if not (is_whole(number) or (number is None and name == "cohort")):
-                limit = "a whole number of at least 1"
-                raise InvalidValueError(f"{name} of as_if is {number!r}; it must be {limit}")
+        check_range("users of as_if", users, "whole")
+        check_range("cohort of as_if", cohort, "whole?")
         return replace(self, projected=(users, cohort))
 
     @property

@@ -49,6 +49,7 @@ _ACTIVATIONS = 3  # numbers in memory at a time for each number that a model com
 # In a slice of one user, by layers that learn with weights; with more, users are faster alone.
 _MULTIPLICATIONS = 10_000_000
 _FAR = 10  # users with this multiple of it, by all layers, train alone without a measurement
+_GAIN = 1.3  # by which users must be faster side by side when measured; lanes rest if sizes differ
 _BATCHES = (1, 1, 1, 1, 2, 2, 4, 8)  # of the users whose time is measured
 _RATES = (0.05, 1e-4, 1e-8)  # random users get the first rate at which they remain finite
 _LARGE = 2**10  # the largest integer in random rows, even if larger ones are legal
@@ -163,7 +164,7 @@ def road_of(
     try:
         road = _widest(trials, users, rows)
         if path == "auto" and not _is_faster(trials, road, rows, timed=timed):
-            return Road(why="which is faster here; engine.path = 'together' changes it")
+            return Road(why="which is as fast here, or faster; engine.path = 'together' changes it")
         agreeing = trials.agreeing(road, rows)
     except Exception as error:  # side by side only: training alone has been tried
         agreeing, why = (), str(error)
@@ -217,13 +218,13 @@ def _most_lanes(trainer: Trainer, request: RoundRequest, width: int, users: int)
 
 
 def _is_faster(trials: "_Trials", road: Road, rows: int | None, *, timed: bool) -> bool:
-    """Return whether users train faster side by side."""
+    """Return whether users train clearly faster side by side."""
     trainer, lean = trials.trainer, _lean(trials.trainer, trials.request.local, road.width)
     layers = trainer.side_by_side.layers
     products = [layer.rows * layer.shape.numel() * road.width for layer in layers]
     few = sum(products) <= _FAR * _MULTIPLICATIONS
     if timed and few:
-        return trials.seconds(road, rows) < trials.seconds(Road(), rows)
+        return _GAIN * trials.seconds(road, rows) < trials.seconds(Road(), rows)
     with_weights = sum(count for n, count in enumerate(products) if n not in lean)
     return trainer.device.type != "cpu" or (few and with_weights <= _MULTIPLICATIONS)
 

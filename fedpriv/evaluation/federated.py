@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from numbers import Real
 from typing import cast
 
 import numpy as np
@@ -37,7 +36,7 @@ from fedpriv.privacy.layout import FloatVector, Tensors
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.support.checks import hold_plain_numbers, is_whole, require
+from fedpriv.support.checks import check_ranges, hold_plain_numbers, require
 from fedpriv.training.optimizers import Parameters
 from fedpriv.training.rounds import EVALUATION_PREFIX, RoundResult
 
@@ -68,11 +67,7 @@ class FederatedEvaluation:
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
         check_query(self.noise_multiplier, self.sampling_probability)
-        every, share = self.every, self.held_out
-        message = f"every is {every!r}; it must be a whole number of at least 1"
-        require(every is None or is_whole(every), message)
-        in_range = isinstance(share, Real) and 0.0 <= share < 1.0
-        require(in_range, f"held_out is {share!r}; it must be in [0, 1)")
+        check_ranges(self, every="whole?", held_out="[0, 1)")
 
 
 @dataclass(frozen=True)

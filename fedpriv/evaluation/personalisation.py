@@ -24,7 +24,7 @@ from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.evaluation.held_out import Evaluation, evaluate
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, Tensors, flat
-from fedpriv.support.checks import check_types, hold_numbers, require
+from fedpriv.support.checks import check_ranges, check_types, hold_numbers
 from fedpriv.training.local import FedRecon
 from fedpriv.training.request import LocalTraining, RoundRequest
 
@@ -54,8 +54,7 @@ class Personalisation:
             kind = type(self.local).__name__
             raise InvalidValueError(f"personalisation.local is {kind}, which needs a server")
         _ = self.local.rate  # raises an error if it is a schedule, since there are no rounds
-        message = f"share of personalisation is {self.share}; it must be between 0 and 1"
-        require(0.0 < self.share < 1.0, message)
+        check_ranges(self, " of personalisation", share="(0, 1)")
 
     def models(self, task: Task, model: Tensors, users: UserStore) -> dict[str, Tensors]:
         """Return the tensors that users train, by user id and name.

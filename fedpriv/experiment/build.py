@@ -33,10 +33,10 @@ from fedpriv.evaluation.federated import FederatedEvaluation, UserEvaluation, ke
 from fedpriv.evaluation.held_out import check_held_out
 from fedpriv.evaluation.personalisation import HeldOutUsers, Personalisation
 from fedpriv.experiment.config import Config, local_table, parse_config, plain, tables_of
-from fedpriv.experiment.mechanism import AsIf, Mechanism, given
+from fedpriv.experiment.mechanism import AsIf, Mechanism, Poisson, given
 from fedpriv.experiment.models import build_model
-from fedpriv.experiment.trackers import TRACKERS, Tracker
-from fedpriv.ledger.events import PrivacyBudget, RoundEvent, SamplingEvent, Unit
+from fedpriv.experiment.trackers import TRACKERS, Callback, Tracker
+from fedpriv.ledger.events import PrivacyBudget, RoundEvent, Unit
 from fedpriv.measures.metrics import metric, own_metrics
 from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.gaussian_mechanism import Metric
@@ -94,7 +94,6 @@ class Experiment:
     enrolled: str = ""  # `digest_of_users` of all that may be drawn
     classes: tuple[str, ...] = ()  # public names of the classes, "" where one has none
     initial_loss: float | None = None  # on held-out rows, if there are any
-    on_round: Mapping[str, OnRound] = field(default_factory=dict)  # called with each release
     evaluation: UserEvaluation | None = None  # what users are asked of released models
     personalised: HeldOutUsers | None = None  # who make released models their own
     trackers: Mapping[str, Tracker] = field(default_factory=dict)  # told from the start to the end
@@ -174,7 +173,6 @@ def on_population(
     evaluation, population = _evaluation(config, run, population, method)
     if evaluation is not None:
         spent = [*before, evaluation.events(config.rounds)]
-        _check_evaluations(mechanism, spent)
     _check_succession(population, config.privacy.ledger)
     engine, name, users = config.engine, population.ledger_name, population.users.population
     few = few_rows(population)
@@ -198,8 +196,8 @@ def on_population(
             "classes are numbered by the labels of all users, so that one user with another label "
             "would number them anew, which ε does not cover: give classes=[...], a public list"
         )
-    k, store = experiment.plan.sampling.event().examples_per_user, population.users
-    if k is not None:
+    drawn, store = experiment.plan.sampling.event(), population.users
+    if (k := drawn.examples_per_user) is not None:
         store = in_places(store, k)
     places = store.population // users  # of each user
     return experiment, InProcessTransport(
@@ -212,7 +210,8 @@ def on_population(
         processes=engine.processes,
         path=engine.path,
         timed=config.seed is None,
-        cohort=_usual_cohort(experiment.plan.sampling.event()),
+        # A number of users that few cohorts exceed.
+        cohort=math.ceil(drawn.expected_cohort_size + math.sqrt(drawn.cohort_variance)),
         most_rows=1 if k is not None or mechanism.unit is Unit.EXAMPLE else mechanism.microbatch,
         roads={} if roads is None else roads.of(config, method.task if method else None),
     )
@@ -228,8 +227,11 @@ def _projected(method: Method, config: Config) -> Method:
                 f"as_if is {larger} and {name} is given; it must be absent, since it would ask "
                 "users who are not there"
             )
-    policy = AsIf.instead_of(method.mechanism.sampling, larger, config.population.cohort)
-    return replace(method, mechanism=replace(method.mechanism, sampling=policy))
+    if not isinstance(policy := method.mechanism.sampling, Poisson):
+        kind = type(policy).__name__
+        raise InvalidValueError(f"as_if is {larger} and sampling is {kind}; it must be Poisson")
+    as_if = AsIf(policy, larger, config.population.cohort)
+    return replace(method, mechanism=replace(method.mechanism, sampling=as_if))
 
 
 def settled(experiment: Experiment, transport: InProcessTransport) -> tuple[Experiment, Road]:
@@ -270,11 +272,6 @@ def refuse_if_few_count(experiment: Experiment, transport: InProcessTransport) -
         )
 
 
-def _usual_cohort(sampling: SamplingEvent) -> int:
-    """Return a number of users that few cohorts exceed."""
-    return math.ceil(sampling.expected_cohort_size + math.sqrt(sampling.cohort_variance))
-
-
 def _evaluation(
     config: Config, run: str, population: Population, method: Method
 ) -> tuple[UserEvaluation | None, Population]:
@@ -300,26 +297,9 @@ def _check_succession(population: Population, ledger: str | None) -> None:
         )
 
 
-def _check_evaluations(mechanism: Mechanism, spent: Sequence[RoundEvent]) -> None:
-    """Refuse evaluations, which are among the events, if they leave nothing to calibrate to."""
-    budget = mechanism.budget
-    if mechanism.noise_multiplier is None and not budget.admits(spent):
-        raise InvalidValueError(
-            f"the evaluations would bring ε to {epsilon_up(budget.epsilon_of(spent))} at "
-            f"delta {budget.delta} without a round; privacy.epsilon is {budget.epsilon} and "
-            "must be larger, or federated_evaluation.noise_multiplier must be"
-        )
-
-
 def few_rows(population: Population) -> Fields:
     """Return rows to try a task on, held-out ones or one of zeros; never an enrolled user's."""
     return {n: column[:4] for n, column in population.test.items()} or blank(population.users)
-
-
-def _personalisation(config: Config) -> Personalisation | None:
-    if (section := config.personalisation) is None:
-        return None
-    return Personalisation(section.local.build(), section.parameters, section.share)
 
 
 def _naming_the_first(
@@ -389,7 +369,7 @@ def build(
     budget = mechanism.budget
     strategy = mechanism.noise.strategy(mechanism.sampling.of(users, mechanism.unit).event())
     mechanism = replace(mechanism, noise=given(strategy))
-    mechanism = _calibrated(mechanism, budget, config.rounds, users, spent)
+    mechanism = _calibrated(mechanism, config.rounds, users, spent)
     plan = _plan(config, run, population, users, replace(method, mechanism=mechanism), origin)
     _check_described(plan)
     try_out(plan.optimizer, method.task.parameters())
@@ -411,23 +391,19 @@ def build(
         budget=budget,
         entropy=OperatingSystemEntropy() if config.seed is None else SeededEntropy(config.seed),
         device=device,
-        on_round=_callbacks(config),
         personalised=personalised,
         trackers=_trackers(config),
         notes=notes,
     )
 
 
-def _callbacks(config: Config) -> dict[str, OnRound]:
-    return {
-        path: cast(OnRound, import_function(f"callback {path!r}", path, InvalidValueError))
-        for path in config.callbacks.on_round
-    }
-
-
 def _trackers(config: Config) -> dict[str, Tracker]:
-    built_in = {name: kind() for name, kind in TRACKERS.items() if getattr(config.output, name)}
-    return built_in | {path: _TRACKER.build(path, {}, {}) for path in config.callbacks.trackers}
+    named = {name: kind() for name, kind in TRACKERS.items() if getattr(config.output, name)}
+    named |= {path: _TRACKER.build(path, {}, {}) for path in config.callbacks.trackers}
+    for path in config.callbacks.on_round:
+        function = import_function(f"callback {path!r}", path, InvalidValueError)
+        named[path] = Callback(cast(OnRound, function))
+    return named
 
 
 def _measured_by(
@@ -578,30 +554,30 @@ def check_budget(experiment: Experiment, spent: Sequence[RoundEvent]) -> None:
         )
 
 
-def method_of(config: Config) -> Method:
-    """Return how the model of a configuration is trained."""
+def method_of(config: Config, task: Task | None = None) -> Method:
+    """Return how the model of a configuration is trained, or how a given task is."""
     asked = config.federated_evaluation.report if config.federated_evaluation else {}
     metrics, figures = [*config.metrics.report, *asked], config.evaluation.figures
-    by, how = config.evaluation.by, _personalisation(config)
-    task = build_task(**config.model.task, metrics=metrics, figures=figures, by=by)
+    by, how = config.evaluation.by, None
+    if (section := config.personalisation) is not None:
+        how = Personalisation(section.local.build(), section.parameters, section.share)
+    task = task or build_task(**config.model.task, metrics=metrics, figures=figures, by=by)
     return Method(task, config.mechanism(), config.training(), config.server.build(), how)
 
 
 def _calibrated(
-    mechanism: Mechanism,
-    budget: PrivacyBudget,
-    rounds: int,
-    users: int,
-    spent: Sequence[RoundEvent],
+    mechanism: Mechanism, rounds: int, users: int, spent: Sequence[RoundEvent]
 ) -> Mechanism:
     """Return the mechanism with the least noise within the budget, unless its noise is given."""
-    epsilon, delta = mechanism.epsilon, budget.delta
+    epsilon, budget = mechanism.epsilon, mechanism.budget
+    delta = budget.delta
     if mechanism.noise_multiplier is not None or epsilon is None:
         return mechanism
     if not budget.admits(spent):
         raise InvalidValueError(
-            f"the ledger holds ε = {epsilon_up(budget.epsilon_of(spent))} at delta {delta} "
-            f"already; privacy.epsilon is {epsilon} and must be larger"
+            f"the ledger and evaluations bring ε to {epsilon_up(budget.epsilon_of(spent))} at "
+            f"delta {delta} without a round; privacy.epsilon is {epsilon} and must be larger, or "
+            "federated_evaluation.noise_multiplier must be"
         )
     return mechanism.calibrate(
         epsilon=epsilon, delta=delta, rounds=rounds, users=users, spent=spent

@@ -4,6 +4,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -22,10 +23,11 @@ from fedpriv.experiment.mechanism import (
     CohortPolicy,
     Mechanism,
     NoisePolicy,
+    PoissonExamples,
     check_private,
     check_unit,
 )
-from fedpriv.ledger.events import SecureSum
+from fedpriv.ledger.events import SecureSum, Unit
 from fedpriv.privacy.gaussian_mechanism import Averaging
 from fedpriv.support.checks import plain_numbers
 from fedpriv.support.importing import Choice
@@ -193,27 +195,6 @@ _SCHEDULE = Choice("server.options.learning_rate.schedule", SCHEDULES, RateSched
 _STRATEGY = Choice("clipping.strategy", CLIPPINGS, ClippingPolicy)
 
 
-def _one_of(choice: Choice[Any]) -> AfterValidator:
-    def check(value: str) -> str:
-        if value not in choice.known and ":" not in value:
-            hint = f"{known_names(value, choice.known)}, or package.module:Class"
-            raise PydanticCustomError("unknown_name", "{hint}", {"hint": hint})
-        return value
-
-    return AfterValidator(check)
-
-
-def _schedule(value: float | Options) -> float | Options:
-    name = value.get("schedule") if isinstance(value, Mapping) else next(iter(SCHEDULES))
-    if name not in SCHEDULES and ":" not in str(name):
-        hint = f"{known_names(str(name or ''), SCHEDULES)}, or package.module:Class"
-        raise ValueError(f"schedule is {name!r}; {hint}")
-    return value
-
-
-_SCHEDULED = AfterValidator(_schedule)  # a number, or a table that names a schedule
-
-
 class Section(BaseModel):
     """A table of settings: unknown keys and values of the wrong type are refused."""
 
@@ -296,8 +277,8 @@ class LocalSection(Section):
     A learning rate may be a table: a schedule, as for the server.
     """
 
-    algorithm: Annotated[str, _one_of(_ALGORITHM)] = "sgd"
-    learning_rate: Annotated[Positive | Options, _SCHEDULED]  # has a default for SGD only
+    algorithm: str = "sgd"
+    learning_rate: Positive | Options  # has a default for SGD only
     batch_size: Count | Literal["all"] = "all"
     epochs: Count | None = None
     steps: Count | None = None
@@ -336,8 +317,8 @@ class ServerSection(Section):
     A learning rate may be a table: the name of a `schedule`, and its fields.
     """
 
-    optimizer: Annotated[str, _one_of(_OPTIMIZER)] = "fedavg"
-    options: dict[str, Annotated[float | Options, _SCHEDULED]] = {}
+    optimizer: str = "fedavg"
+    options: dict[str, float | Options] = {}
 
     def build(self) -> ServerOptimizer:
         """Return the optimiser with these settings."""
@@ -350,34 +331,23 @@ def _scheduled(choice: Choice[RateSchedule], value: object) -> object:
     if not isinstance(value, Mapping):
         return value
     given = {key: number for key, number in value.items() if key != "schedule"}
-    return choice.build(str(value["schedule"]), given, {})
-
-
-def _schedule_table(schedule: RateSchedule) -> dict[str, Any]:
-    return {"schedule": _SCHEDULE.name_of(schedule), **_scalars(schedule)}
+    return choice.build(str(value.get("schedule", "")), given, {})
 
 
 class SamplingSection(Section):
     """How cohorts are drawn: a policy, and its fields except `probability`."""
 
-    policy: Annotated[str, _one_of(_POLICY)] = "poisson"
+    policy: str = "poisson"
     options: Options = {}
 
     def build(self, probability: float | None) -> CohortPolicy:
         """Return the policy, with q if it has that field."""
-        if "probability" in self.options:
-            raise InvalidValueError(
-                f"sampling.options has probability {self.options['probability']!r}; it must be "
-                "given as privacy.sampling_probability"
-            )
-        if probability is None and _has_probability(self.policy):
-            raise InvalidValueError("key privacy.sampling_probability is absent")
         given = {} if probability is None else {"probability": probability}
         policy = _POLICY.build(self.policy, self.options, given)
-        if getattr(policy, "probability", None) != probability:
+        if (q := getattr(policy, "probability", None)) != probability:
             raise InvalidValueError(
-                f"privacy.sampling_probability is {probability}; it must be absent, as "
-                f"sampling.policy {self.policy!r} has no field probability"
+                f"privacy.sampling_probability is {probability}, and sampling.policy "
+                f"{self.policy!r} has {q}; q must be given there alone, if the policy has any"
             )
         return policy
 
@@ -416,7 +386,7 @@ class ClippedSection(Section):
     """How to clip; `parts` and `split` are for per-layer clipping, `scales` for joint clipping."""
 
     norm: Annotated[float, Field(gt=0.0)] | None = None
-    strategy: Annotated[str, _one_of(_STRATEGY)] = "flat"
+    strategy: str = "flat"
     parts: Literal["layer", "tensor"] = "layer"
     split: Literal["equal", "dimension"] | dict[str, float] = "equal"
     scales: Literal["dimension"] | dict[str, float] = "dimension"
@@ -534,7 +504,7 @@ class NoiseSection(Section):
     """
 
     allocation: Literal["proportional", "dimension"] | dict[str, float] = "proportional"
-    correlation: Annotated[str, _one_of(_CORRELATION)] = "independent"
+    correlation: str = "independent"
     options: Options = {}
 
     def build(self) -> NoisePolicy:
@@ -697,36 +667,37 @@ class Config(Section):
         if self.whole_users:
             return self
         drawn, must_be = self.not_whole
-        if self.federated_evaluation is not None:
-            raise ValueError(
-                f"federated_evaluation is given and {drawn}; it must be {must_be}, since others "
-                "have no examples of their own to keep from training"
-            )
-        if self.model.personal or self.personalisation:
-            key = "model.personal" if self.model.personal else "personalisation"
-            raise ValueError(
-                f"{key} is given and {drawn}; it must be {must_be}, since others have no model of "
-                "their own"
-            )
-        refuse_training_of(drawn, self.local, self.averaging.cap)
-        return self
+        given = {
+            "federated_evaluation": self.federated_evaluation,
+            "model.personal": self.model.personal,
+            "personalisation": self.personalisation,
+            "local": self.local,
+            "averaging.cap": self.averaging.cap,
+        }
+        why = (
+            f"{drawn}; that must be {must_be}, since only users train, have weights, and keep "
+            "examples and a model of their own (the step size is server.options.learning_rate)"
+        )
+        return self._without(given, why)
 
     @model_validator(mode="after")
     def _must_fit_the_trust(self) -> Self:
-        if self.federation is None or self.federation.secure_sum is None:
-            return self
         given = {
             "audit": self.audit,
             "federated_evaluation": self.federated_evaluation,
             "output.simulation_only": self.output.simulation_only,
             "averaging.floor": self.averaging.floor,
         }
+        if self.federation is None or self.federation.secure_sum is None:
+            return self
+        why = "it must be left out, since it needs a server that draws cohorts or sees their sums"
+        return self._without(given, f'federation.trust is "none"; {why}')
+
+    def _without(self, given: Mapping[str, object], why: str) -> Self:
+        """Raise ValueError for the first of the settings that is given."""
         for name, value in given.items():
             if value:
-                raise ValueError(
-                    f'{name} is given and federation.trust is "none"; it must be left out, since '
-                    "it needs a server that draws cohorts or sees their sums"
-                )
+                raise ValueError(f"{name} is given and {why}")
         return self
 
     @property
@@ -817,43 +788,21 @@ def method_left_out(
     return local, server or ServerSection(**table.get("server", {})).build()
 
 
-def refuse_training_of(drawn: str, local: LocalSection | None, cap: int | None) -> None:
-    """Raise ValueError for settings that only whole users may have; others send one gradient.
-
-    `drawn` names the reason, as "privacy.unit is 'example'".
-    """
-    given = local.model_dump() if local else {}
-    legal = LocalSection(learning_rate=GRADIENT.rate, steps=1).model_dump()
-    if given.get("epochs") == 1 and given["steps"] is None:
-        legal |= {"epochs": 1, "steps": None}
-    for key, value in given.items():
-        if value != legal[key]:
-            raise ValueError(
-                f"local.{key} is {value!r} and {drawn}; only users train, of "
-                "others the gradient is taken once, so leave the section local out (the step size "
-                "is server.options.learning_rate)"
-            )
-    if cap is not None:
-        raise ValueError(
-            f"averaging.cap is {cap} and {drawn}; only users have weights, so it must be absent"
-        )
-
-
 def tables_of(
     mechanism: Mechanism, local: LocalTraining, optimizer: ServerOptimizer
 ) -> dict[str, Any]:
     """Return the sections of a configuration that describe these values."""
     averaging, adaptive, sampling = mechanism.averaging, mechanism.adaptive, mechanism.sampling
-    numbers = {k: v for k, v in _scalars(optimizer).items() if not isinstance(v, str)}
-    schedules = {name: _schedule_table(each) for name, each in optimizer.schedules.items()}
+    rates = {k: v for k, v in _options(optimizer).items() if not isinstance(v, str | list)}
     clipping = _clipping_table(mechanism.clipping) | {"adaptive": adaptive and asdict(adaptive)}
     calibrated = mechanism.rounds and not mechanism.unsafe_no_privacy
+    whole = mechanism.unit is Unit.USER and not isinstance(sampling, PoissonExamples)
     return {
-        "local": local_table(local),
-        "server": {"optimizer": _OPTIMIZER.name_of(optimizer), "options": numbers | schedules},
+        "local": local_table(local) if whole or local != GRADIENT else None,
+        "server": {"optimizer": _OPTIMIZER.name_of(optimizer), "options": rates},
         "sampling": {
             "policy": _POLICY.name_of(sampling),
-            "options": _scalars(sampling, ("probability",)),
+            "options": _options(sampling, ("probability",)),
         },
         "privacy": {
             **{key: getattr(mechanism, key) for key in _MECHANISM_KEYS},
@@ -875,21 +824,17 @@ def tables_of(
 
 def _noise_table(noise: NoisePolicy) -> dict[str, Any]:
     """Return the section of correlated noise."""
-    held = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(noise).items()}
-    options = {k: v for k, v in held.items() if v not in (None, [])}
-    return {"correlation": _CORRELATION.name_of(noise), "options": options}
+    return {"correlation": _CORRELATION.name_of(noise), "options": _options(noise)}
 
 
 def local_table(local: LocalTraining) -> dict[str, Any]:
     """Return the section of local training."""
-    common = {name: getattr(local, name) for name in COMMON}
-    if isinstance(local.learning_rate, RateSchedule):
-        common["learning_rate"] = _schedule_table(local.learning_rate)
+    held = _options(local)
     return {
-        **common,
+        **{name: held.pop(name, None) for name in COMMON},
         "algorithm": _ALGORITHM.name_of(local),
         "batch_size": local.batch_size or "all",
-        "options": _scalars(local, common),
+        "options": held,
     }
 
 
@@ -914,10 +859,17 @@ def plain(value: object) -> Any:
     return plain_numbers(value)
 
 
-def _scalars(value: object, except_for: Collection[str] = ()) -> dict[str, Any]:
-    """Return the attributes that TOML can hold as one word or number."""
-    held = {k: v for k, v in vars(value).items() if k not in except_for}
-    return {k: v for k, v in held.items() if isinstance(v, int | float | str)}
+def _options(value: object, except_for: Collection[str] = ()) -> dict[str, Any]:
+    """Return the attributes that TOML can hold: numbers, words, lists of them, and schedules."""
+    held = dict[str, Any]()
+    for name, option in vars(value).items():
+        if isinstance(option, RateSchedule):
+            held[name] = {"schedule": _SCHEDULE.name_of(option), **_options(option)}
+        elif isinstance(option, int | float | str) and name not in except_for:
+            held[name] = option
+        elif isinstance(option, tuple) and option:
+            held[name] = list(option)
+    return held
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -926,16 +878,16 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Paths in the file are relative to its folder, those in overrides to the working directory.
     """
     source = f"{path} with --set" if overrides else str(path)
-    return config_of(read_experiment(path), source, overrides)
+    return parse_config(overridden(read_experiment(path), overrides), source)
 
 
-def config_of(table: Mapping[str, object], source: str, overrides: Sequence[str] = ()) -> Config:
-    """Check an experiment's table after overrides "a.b=value" of its keys."""
-    overridden = spelled_out(table)
+def overridden(table: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
+    """Return an experiment's table after overrides "a.b=value" of its keys."""
+    changed = spelled_out(deepcopy(dict(table)))
     for override in overrides:
-        assign(overridden, override)
-        overridden = spelled_out(overridden)
-    return parse_config(overridden, source)
+        assign(changed, override)
+        changed = spelled_out(changed)
+    return changed
 
 
 def parse_config(table: Mapping[str, object], source: str) -> Config:

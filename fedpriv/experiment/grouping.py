@@ -15,7 +15,7 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.privacy import layout as vector_groups
 from fedpriv.privacy.gaussian_mechanism import given_shares
 from fedpriv.privacy.layout import Layout, Parts, VectorGroup
-from fedpriv.support.checks import check_types, hold_plain_numbers, require
+from fedpriv.support.checks import check_range, check_types, hold_plain_numbers, require
 
 Allocation = Literal["proportional", "dimension"] | Mapping[str, float]
 """How vector groups share the noise: by clipping norm, by dimension, or by given weights."""
@@ -26,11 +26,6 @@ def is_positive(number: object) -> bool:
     if not isinstance(number, int | float) or isinstance(number, bool):
         return False
     return 0.0 < number <= sys.float_info.max
-
-
-def _check_norm(norm: object) -> None:
-    legal = norm is None or is_positive(norm)
-    require(legal, f"the clipping norm is {norm!r}; it must be positive and finite")
 
 
 def _given(norm: float | None) -> float:
@@ -126,7 +121,7 @@ class Flat(ClippingPolicy):
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
         if self.norm != math.inf:
-            _check_norm(self.norm)
+            check_range("the clipping norm", self.norm, "(0, inf)?")
 
     def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
         """Return one group."""
@@ -150,7 +145,7 @@ class PerLayer(ClippingPolicy):
         check_choice("parts", self.parts, "layer", "tensor")
         check_choice("split", self.split, "equal", "dimension", each="part")
         if isinstance(self.split, str):
-            _check_norm(self.norm)
+            check_range("the clipping norm", self.norm, "(0, inf)?")
 
     def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
         """Return a group for each part."""
@@ -174,7 +169,7 @@ class Joint(ClippingPolicy):
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
-        _check_norm(self.norm)
+        check_range("the clipping norm", self.norm, "(0, inf)?")
         check_choice("scales", self.scales, "dimension", each="tensor")
 
     def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:

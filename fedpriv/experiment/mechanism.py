@@ -21,7 +21,6 @@ from fedpriv.experiment.grouping import (
     Joint,
     PerLayer,
     check_choice,
-    is_positive,
 )
 from fedpriv.ledger.events import (
     MOST_EXAMPLES,
@@ -37,10 +36,7 @@ from fedpriv.ledger.events import (
     Unit,
 )
 from fedpriv.privacy.correlated_noise import BandedStrategy, BufferedStrategy, Strategy
-from fedpriv.privacy.gaussian_mechanism import (
-    INDEPENDENT,
-    Averaging,
-)
+from fedpriv.privacy.gaussian_mechanism import INDEPENDENT, Averaging
 from fedpriv.privacy.sampling import (
     BandedPoissonSampling,
     EveryUserSampling,
@@ -52,6 +48,8 @@ from fedpriv.privacy.sampling import (
     SeparatedSampling,
 )
 from fedpriv.support.checks import (
+    check_range,
+    check_ranges,
     check_types,
     hold_numbers,
     hold_plain_numbers,
@@ -87,7 +85,7 @@ class Poisson(CohortPolicy):
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
-        _check_probability(self.probability)
+        check_range("sampling_probability", self.probability, "(0, 1]")
 
     def of(self, users: int | None, unit: Unit) -> PoissonSampling:
         """Return Poisson sampling of N users."""
@@ -124,15 +122,6 @@ class AsIf(CohortPolicy):
         drawn = min(1.0, (self.cohort or q * self.population) / enrolled)
         return PoissonSampling(enrolled, drawn, unit, Projection(self.population, q))
 
-    @classmethod
-    def instead_of(cls, policy: CohortPolicy, population: int, cohort: int | None) -> Self:
-        """Return a projection of a policy; InvalidValueError unless it is Poisson sampling."""
-        if not isinstance(policy, Poisson):
-            raise InvalidValueError(
-                f"as_if is {population} and sampling is {type(policy).__name__}; it must be Poisson"
-            )
-        return cls(policy, population, cohort)
-
 
 @dataclass(frozen=True)
 class PoissonExamples(CohortPolicy):
@@ -150,7 +139,7 @@ class PoissonExamples(CohortPolicy):
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
-        _check_probability(self.probability)
+        check_range("sampling_probability", self.probability, "(0, 1]")
         k, limit = self.examples_per_user, f"it must be a whole number from 1 to {MOST_EXAMPLES}"
         require(is_whole(k, MOST_EXAMPLES), f"examples_per_user is {k!r}; {limit}")
 
@@ -172,7 +161,7 @@ class FixedSize(CohortPolicy):
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
-        _check_whole("cohort_size", self.cohort_size)
+        check_ranges(self, cohort_size="whole")
 
     def of(self, users: int | None, unit: Unit) -> FixedSizeSampling:
         """Return cohorts of m of N users."""
@@ -251,7 +240,7 @@ class BandedPoisson(CohortPolicy):
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
-        _check_probability(self.probability)
+        check_range("sampling_probability", self.probability, "(0, 1]")
         Schedule(self.rounds, separation=self.separation)
 
     def of(self, users: int | None, unit: Unit) -> BandedPoissonSampling:
@@ -260,14 +249,6 @@ class BandedPoisson(CohortPolicy):
         return BandedPoissonSampling(
             enrolled, self.rounds, self.separation, self.probability, relation, unit
         )
-
-
-def _check_whole(name: str, value: object) -> None:
-    require(is_whole(value), f"{name} is {value!r}; it must be a whole number of at least 1")
-
-
-def _check_probability(q: float) -> None:
-    require(is_positive(q) and q <= 1.0, f"sampling_probability is {q!r}; it must be in (0, 1]")
 
 
 SAMPLING_POLICIES: Mapping[str, type[CohortPolicy]] = {
@@ -324,7 +305,7 @@ class BandedNoise(NoisePolicy):
         # Columns of a user's rounds do not meet then.
         if sampling.policy is SamplingPolicy.BANDED_POISSON:
             schedule = Schedule(schedule.rounds)
-        objective = _objective(self.objective)
+        objective = named_value(Objective, "objective", self.objective)
         return BandedStrategy(optimal_bands(schedule, bands, objective, self.momentum))
 
 
@@ -350,7 +331,7 @@ class BufferedNoise(NoisePolicy):
         decays, weights = _numbers("decays", self.decays), _numbers("weights", self.weights)
         if decays or weights:
             return BufferedStrategy(decays, weights)
-        objective, series = _objective(self.objective), _series(sampling)
+        objective, series = named_value(Objective, "objective", self.objective), _series(sampling)
         return BufferedStrategy(*optimal_buffers(series, self.buffers, objective, self.momentum))
 
 
@@ -385,10 +366,6 @@ def _numbers(name: str, values: Sequence[float]) -> tuple[float, ...]:
     if not all(isinstance(number, int | float) for number in numbers):
         raise InvalidValueError(f"{name} of the noise is {values!r}; it must be a list of numbers")
     return tuple(map(float, numbers))
-
-
-def _objective(name: str) -> Objective:
-    return named_value(Objective, "objective", name)
 
 
 @dataclass(frozen=True)
@@ -532,9 +509,8 @@ class Mechanism:
         noise.
         """
         epsilon, delta, rounds, users = plain_numbers((epsilon, delta, rounds, users))
-        _check_whole("rounds", rounds)
-        if users is not None:
-            _check_whole("users", users)
+        check_range("rounds", rounds, "whole")
+        check_range("users", users, "whole?")
         check_types(spent=(spent, Iterable))
         before, sampling = list(spent), self.sampling.of(users, self.unit)
         for event in before:
@@ -589,7 +565,7 @@ def check_unit(unit: str, microbatch: int | None) -> str:
             "'microbatch', and for no other"
         )
     if microbatch is not None:
-        _check_whole("microbatch", plain_numbers(microbatch))
+        check_range("microbatch", plain_numbers(microbatch), "whole")
     return unit
 
 

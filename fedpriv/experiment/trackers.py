@@ -11,10 +11,10 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.experiment.config import Config, flattened, with_paths
@@ -220,31 +220,31 @@ TRACKERS: Mapping[str, type[Tracker]] = {  # by their key in the section output
 }
 
 
-class Followers:
-    """The functions and trackers that follow one run; the errors of each are logged once."""
+@dataclass(frozen=True)
+class Callback(Tracker):
+    """A function that is called with the result of each round."""
 
-    def __init__(self, functions: Mapping[str, OnRound], trackers: Mapping[str, Tracker]) -> None:
-        self._functions, self._trackers = dict(functions), dict(trackers)
-        self._named = set[str]()
-        self._last: RoundResult | None = None
+    function: OnRound
+
+    def on_round(self, result: RoundResult) -> None:
+        """Call the function."""
+        self.function(result)
+
+
+class Followers:
+    """The trackers that follow one run, by name; one that raises is named and left alone."""
+
+    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
+        self._trackers, self._last = dict(trackers), cast(RoundResult | None, None)
 
     def start(self, run: StartedRun) -> None:
         """Tell the trackers that the run starts."""
         self._tell("at the start", lambda tracker: tracker.on_start(run))
 
     def released(self, result: RoundResult) -> None:
-        """Pass a round's result to all trackers and functions."""
-        self._last = result
-        when = f"in round {result.round}"
-        self._tell(when, lambda tracker: tracker.on_round(result))
-        for name, function in self._functions.items():
-            try:
-                function(result)
-            except Exception as error:  # must not end a run that has spent budget
-                if name not in self._named:
-                    goes_on = "it is called after later rounds too, with no other warning"
-                    _log.warning("callback %s raised %s; %s", name, _told(error, when), goes_on)
-                self._named.add(name)
+        """Pass a round's result, without its duration, to all trackers."""
+        self._last = told = replace(result, simulation_only_seconds=None)
+        self._tell(f"in round {result.round}", lambda tracker: tracker.on_round(told))
 
     def end(self, stop: Stop | None) -> None:
         """Tell the trackers why the run ended; None if it was cut short."""
@@ -254,9 +254,10 @@ class Followers:
         for name, tracker in list(self._trackers.items()):
             try:
                 what(tracker)
-            except Exception as error:  # must not end the run either
+            except Exception as error:  # must not end a run that has spent budget
+                raised = f"{type(error).__name__} {when}: {' '.join(str(error).split())}"
                 left = "the run goes on without it, and metrics.jsonl has every round"
-                _log.warning("tracker %s raised %s; %s", name, _told(error, when), left)
+                _log.warning("tracker or callback %s raised %s; %s", name, raised, left)
                 del self._trackers[name]
 
 
@@ -286,10 +287,6 @@ def shown_settings(config: Config) -> dict[str, object]:
         if any(":" in str(name) for name in named):
             table["data"] = {"name": data["name"]}
     return flattened(table)
-
-
-def _told(error: Exception, when: str) -> str:
-    return f"{type(error).__name__} {when}: {' '.join(str(error).split())}"
 
 
 def _check_installed(name: str) -> None:

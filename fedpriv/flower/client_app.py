@@ -14,14 +14,15 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedpriv.clients.training import NodeTrainer
-from fedpriv.data.population import Population, load_population
+from fedpriv.data.population import Population
 from fedpriv.engine.arithmetic import activations_named
 from fedpriv.engine.reading import population_for
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import FedprivError, InvalidValueError
-from fedpriv.experiment.build import build_task
+from fedpriv.experiment.build import method_of, population_of
+from fedpriv.experiment.config import Config
 from fedpriv.flower import messages as flower_messages
-from fedpriv.flower.messages import Introduction, ShareSum, WorkerTask, content_of
+from fedpriv.flower.messages import Introduction, ShareSum, content_of
 from fedpriv.training.request import RoundRequest
 
 _log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ def introduce(content: RecordDict, settings: NodeConfig) -> Introduction:
     population = _population(work)
     number, shard = _place(population.users.population, settings)
     return Introduction(
-        number, flower_messages.digest_of_shard(population.name, population.users, shard)
+        number, flower_messages.digest_of_shard(population.ledger_name, population.users, shard)
     )
 
 
@@ -68,23 +69,23 @@ def _place(population: int, settings: NodeConfig) -> tuple[int, range]:
 # A worker's process lasts for the whole run, and receives messages to all nodes.
 @lru_cache(maxsize=1)
 def _population(packed: bytes) -> Population:
-    work: WorkerTask = pickle.loads(packed)
-    return load_population(work.name, work.options)
+    return population_of(pickle.loads(packed))
 
 
 @lru_cache(maxsize=1)
 def _trainer(packed: bytes) -> NodeTrainer:
-    work: WorkerTask = pickle.loads(packed)
-    device, task = device_named(work.device), build_task(**vars(work.task))
+    config: Config = pickle.loads(packed)
+    engine, task = config.engine, method_of(config).task
+    device = device_named(engine.device)
     return NodeTrainer(
         InProcessTransport(
             task,
             population_for(task, _population(packed)).users,
             device,
-            chunk_memory_of(work.chunk_mebibytes, device),
-            activations=activations_named(work.activations, device),
+            chunk_memory_of(engine.chunk_mebibytes, device),
+            activations=activations_named(engine.activations, device),
             processes=1,  # Ray gives each worker one core
-            path=work.path,
+            path=engine.path,
             timed=False,  # otherwise workers could differ by rounding
         )
     )

@@ -17,11 +17,11 @@ from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError, StoppedError, WireError, WorkerError
 from fedpriv.experiment.build import Experiment, refuse_if_few_count, simulated
 from fedpriv.flower import messages as flower_messages
-from fedpriv.flower.messages import Introduction, ShareSum, WorkerTask, content_of
+from fedpriv.flower.messages import Introduction, ShareSum, content_of
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.run.run import Follow, Run, RunSetup
 from fedpriv.run.terminal import execute
-from fedpriv.server.collection import flaw_of, task_of
+from fedpriv.server.collection import flaw_of
 from fedpriv.support.logs import SIMULATION_ONLY, one_line, trouble
 from fedpriv.training.request import RoundRequest, Transport
 
@@ -46,7 +46,7 @@ class GridTransport(Transport):
 
     grid: Grid
     workers: Mapping[int, int]  # number → id on the grid
-    work: bytes  # a pickled `WorkerTask`, the same in all rounds
+    work: bytes  # the pickled configuration, the same in all rounds
     seconds: float  # from the request to the deadline
     stopping: threading.Event  # set to abandon the present round and all later ones
 
@@ -108,7 +108,7 @@ def introduced_workers(
 ) -> dict[int, int]:
     """Wait until all workers of a simulation have loaded the users; return number → id on the grid.
 
-    `work` is a pickled `WorkerTask`. WorkerError: there are more or fewer workers, or one cannot
+    `work` is the pickled configuration. WorkerError: there are more or fewer workers, or one cannot
     load the same data. StoppedError: `stopping` was set.
     """
     end = monotonic() + _CONNECTION_SECONDS
@@ -174,10 +174,7 @@ class GridSimulation:
 
         When `stopping` is set, the present round is abandoned. WorkerError: a worker failed.
         """
-        config, population = self.experiment.config, self.experiment.plan.population
-        data, engine = config.simulated_data, config.engine
-        training = engine.device, engine.chunk_mebibytes, engine.activations, engine.path
-        work = pickle.dumps(WorkerTask(data.name, data.options, task_of(config), *training))
+        work, population = pickle.dumps(self.experiment.config), self.experiment.plan.population
         numbers = introduced_workers(grid, population, self.users, self.workers, work, stopping)
 
         def hosted(_experiment: Experiment, _records: PrivacyRecords) -> Transport:

@@ -2,18 +2,18 @@
 
 A message to an app's mod has two parts, a serialised clipping of `fedpriv.wire` and numbers of
 users, and its answer holds the bytes of a sum. A simulation and its workers, which run on one
-cluster of Ray, trust each other and send pickled values: the `WorkerTask`, and then the request of
-a round. Both sides must run the same version of fedpriv.
+cluster of Ray, trust each other and send pickled values: the `Config`, and then the request of a
+round. Both sides must run the same version of fedpriv.
 """
 
 import hashlib
 import json
 import queue
 import threading
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.errors import WireError
 from fedpriv.privacy.clipping import Clipping, IntegerVector
 from fedpriv.privacy.round import PartialSum
-from fedpriv.wire import NODE_RECEIVES_BYTES, TaskDescription, parse
+from fedpriv.wire import NODE_RECEIVES_BYTES, parse
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.codec import MAX_NAME
 from fedpriv.wire.messages import CLIPPING
@@ -42,19 +42,6 @@ _LONGEST_POLL_SECONDS = 0.5
 _STOP_CHECK_SECONDS = 0.2
 
 Reply = tuple[str, Message | str]  # key of a message, and its reply or why there is none
-
-
-@dataclass(frozen=True)
-class WorkerTask:
-    """A description from which every worker of a simulation loads users, and builds the task."""
-
-    name: str  # for `fedpriv.data.population.load_population`
-    options: Mapping[str, object]  # of the loader
-    task: TaskDescription
-    device: str
-    chunk_mebibytes: int | None  # approximate memory for a chunk of users
-    activations: str = "float32"
-    path: Literal["auto", "alone", "together"] = "auto"  # like the key `engine.path`
 
 
 @dataclass(frozen=True)

@@ -213,6 +213,14 @@ class SamplingEvent:
             return 0.0
         return self.expected_cohort_size * (1.0 - self.sampling_probability)
 
+    def largest_cohort(self, rare: float) -> float:
+        """Return a size that a cohort of Poisson sampling passes with probability below e^-rare.
+
+        It is qN + √(2qN·L) + L for L = `rare` (Bernstein), or the population if that is smaller.
+        """
+        expected = self.expected_cohort_size
+        return min(self.population, expected + math.sqrt(2.0 * expected * rare) + rare)
+
     @property
     def growth(self) -> float:
         """Size of the projected cohort over that of the cohort that is drawn; 1 without one."""

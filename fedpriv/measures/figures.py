@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedpriv.errors import InvalidValueError, ModelError, known_names
-from fedpriv.support.checks import is_whole, plain_numbers, require
+from fedpriv.support.checks import check_range, is_whole, plain_numbers, require
 from fedpriv.support.importing import call_imported, check_options, import_function, raised_with
 
 FigureFunction = Callable[
@@ -183,7 +183,7 @@ def _mean_of(
 
 def _top_k(k: int = 5) -> Sums:
     k = plain_numbers(k)
-    require(is_whole(k), f"k of top-k is {k!r}; it must be a whole number of at least 1")
+    check_range("k of top-k", k, "whole")
 
     def hits(seen: Seen) -> Tensor:
         scores = _classified(seen, "top-k")
@@ -274,8 +274,7 @@ def _calibration_error(bins: int = 15) -> Sums:
     of targets.
     """
     bins = plain_numbers(bins)
-    limit = "it must be a whole number of at least 1"
-    require(is_whole(bins), f"bins of calibration-error is {bins!r}; {limit}")
+    check_range("bins of calibration-error", bins, "whole")
 
     def gaps(seen: Seen) -> Tensor:
         probabilities = _classified(seen, "calibration-error").double().softmax(-1)

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import WITH_STRATEGY, RoundEvent, SecureSum, SumQueryEvent
+from fedpriv.ledger.events import LEAST_SHARE, WITH_STRATEGY, RoundEvent, SecureSum, SumQueryEvent
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, IntegerVector
 from fedpriv.privacy.correlated_noise import BandedStrategy, CorrelatedNoise, Strategy
 from fedpriv.privacy.layout import NO_CLIPPING, FloatVector, VectorGroup, check_names
@@ -448,22 +448,22 @@ class GaussianMechanism:
         """Return whether a noised sum [D] of `nodes` honest nodes can be so long.
 
         The server cannot see how long one node's sum is. If all are honest, this is false with
-        probability below 1e-12: the cohort has at most qN + √(2qN·L) + L users (Bernstein), and
-        the noise of d components of standard deviation s is at most s·(√d + √(2L)) long (Laurent &
-        Massart 2000, Lemma 1), for L = 32.
+        probability below 1e-12: the noise of d components of standard deviation s is at most
+        s·(√d + √(2L)) long (Laurent & Massart 2000, Lemma 1) for L = 32, and the cohort at most as
+        large as this L allows.
         """
-        sampling, secure, clipping = self.sampling.event(), self.secure_sum, self.clipping
-        expected = sampling.expected_cohort_size
-        most = expected + math.sqrt(2.0 * expected * _RARE) + _RARE
-        users = min(float(sampling.population), most)
-        growth = math.sqrt(nodes / secure.sharing(nodes)) if secure else 1.0
+        secure, clipping = self.secure_sum, self.clipping
+        users = self.sampling.event().largest_cohort(_RARE)
+        sharing = secure.sharing(nodes) if secure else nodes
         for group, stddev in zip(clipping.groups, self.query.noise_stddevs, strict=True):
             parts = [noised[span].astype(np.float64) for span in clipping.spans[group.name]]
             length = math.sqrt(math.fsum(float(part @ part) for part in parts))
             root = math.sqrt(group.dimension(clipping.layout))
-            noise = stddev / group.granularity * growth * (root + math.sqrt(2.0 * _RARE))
-            # Each node rounds its noise once.
-            if length > users * math.sqrt(group.squared_bound) + noise + nodes * root:
+            share = stddev / group.granularity / math.sqrt(sharing)
+            noise = share * math.sqrt(nodes) * (root + math.sqrt(2.0 * _RARE))
+            # Each node rounds once, to a step, or to more of which its share has `LEAST_SHARE`.
+            noise += nodes * root * max(1.0, share / LEAST_SHARE)
+            if length > users * math.sqrt(group.squared_bound) + noise:
                 return False
         return True
 

@@ -21,13 +21,7 @@ from fedpriv.report.charts import (
     spans_decades,
     texts,
 )
-from fedpriv.report.guarantee import (
-    about_projection,
-    assumptions,
-    large_delta,
-    loss_of,
-    users_of,
-)
+from fedpriv.report.guarantee import about_projection, assumptions, large_delta, loss_of, users_of
 from fedpriv.report.records import RunRecord
 from fedpriv.report.run_page import measured, norms_charts, software_section
 from fedpriv.report.tables import Column, Table, json_text, plural, print_table

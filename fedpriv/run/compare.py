@@ -273,7 +273,6 @@ def _complete(
             f"{folder} holds the results of a study without its runs; choose another folder"
         )
     finished = finished_runs(study, folder)
-    _refuse_other_files(study, folder, finished)
     runs = start([cell for cell in study.cells if cell not in finished])
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -295,21 +294,6 @@ def _complete(
             write_atomically(folder / ALL_RESULTS, results_text(read.runs).encode())
     print_study(read, console)
     return read
-
-
-def _refuse_other_files(study: Study, folder: Path, finished: Iterable[Cell]) -> None:
-    """Refuse a study with a finished run on other files, which may have the same names."""
-    if not (folder / STUDY).exists():
-        return
-    before = load_study(folder / STUDY)
-    arms = {arm.name: arm for arm in before.arms}
-    for cell in finished:
-        then = before.files_of(replace(cell, arm=arms.get(cell.arm.name, cell.arm)))
-        if then != (now := study.files_of(cell)):
-            raise InvalidValueError(
-                f"{folder / cell.path} holds a run on {', '.join(then)}, and the study is now on "
-                f"{', '.join(now)}; choose another folder"
-            )
 
 
 @contextmanager
@@ -421,13 +405,13 @@ def _run_prepared(
     setup = RunSetup(config, experiment.plan.run, run, run.ledger, resuming=False)
     prepared = in_process(setup, replace(experiment, config=config), transport, console)
     outcome = execute(setup, *prepared, console)
-    result = _result(study, cell, prepared[0], outcome, run)
+    result = _result(study.digest_of(cell, folder), cell, prepared[0], outcome, run)
     write_atomically(run.path / RESULT, results_text([result]).encode())
     return result
 
 
 def _result(
-    study: Study, cell: Cell, experiment: Experiment, outcome: Run, run: RunFolder
+    digest: str, cell: Cell, experiment: Experiment, outcome: Run, run: RunFolder
 ) -> RunResult:
     plan, rounds, collected = experiment.plan, run.results(), run.collected()
     queries = plan.mechanism.query.events[: len(plan.groups)]
@@ -439,7 +423,7 @@ def _result(
         target_epsilon=cell.target.epsilon,
         delta=cell.target.delta,
         seed=cell.seed,
-        settings=study.digest_of(cell),
+        settings=digest,
         stop=str(outcome.stop),
         rounds=len(rounds),
         noise_multiplier=plan.noise_multiplier,

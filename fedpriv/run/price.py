@@ -22,14 +22,10 @@ from fedpriv.accounting import (
 )
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import RoundEvent, check_delta, check_query
-from fedpriv.report.tables import (
-    Column,
-    Table,
-    json_text,
-    print_table,
-    screen,
-)
+from fedpriv.report.tables import Column, Table, json_text, print_table, screen
 from fedpriv.support.checks import (
+    check_range,
+    check_ranges,
     epsilon_down,
     epsilon_up,
     hold_numbers,
@@ -83,10 +79,7 @@ class ForeignSetting:
         limit = "it must be 1 ≤ cohort ≤ noise_cohort, enrolled ≤ population ≤ 2^53"
         valid = 1 <= m <= min(larger, n) and max(larger, n) <= people <= 1 << 53
         require(valid, f"{given}; {limit}")
-        for name in ("clip", "claimed_epsilon"):
-            value = getattr(self, name)
-            valid = value is None or 0.0 < value < math.inf
-            require(valid, f"{name} is {value}; it must be positive and finite")
+        check_ranges(self, clip="(0, inf)?", claimed_epsilon="(0, inf)?")
 
     @classmethod
     def stated(cls, pfl: Path | None, noise_stddev: float | None, given: Mapping[str, Any]) -> Self:
@@ -117,8 +110,7 @@ class ForeignSetting:
             q, target = setting.noise_cohort / setting.population, fields["claimed_epsilon"]
             z = calibrate_noise_multiplier(target, setting.delta, setting.rounds, q)
         else:
-            limit = "it must be positive and finite"
-            require(0.0 < noise_stddev < math.inf, f"noise_stddev is {noise_stddev}; {limit}")
+            check_range("noise_stddev", noise_stddev, "(0, inf)")
             z = noise_stddev / fields["clip"] * (setting.noise_cohort / setting.cohort)
         return replace(setting, noise_multiplier=z)
 

@@ -458,19 +458,18 @@ def conduct(
     state: ServerState,
     transport: Transport,
     records: PrivacyRecords,
-    on_round: OnRound,
+    *observers: OnRound,
     clock: Callable[[], float] | None = None,
     auditor: Auditor | None = None,
-    *,
     keep_going: bool = False,
 ) -> Run:
     """Run an experiment to its end or to the end of its budget, and write everything into a folder.
 
     The run ends early if its releases say that too few users count, unless it is to keep going.
-    After each release it writes the metrics, then the checkpoint, and then calls `on_round`. So if
-    every round has a checkpoint, a crash loses at most one charged round. A resumed run repeats the
-    rounds since its last checkpoint as new attempts, with new charges. The run waits for room to
-    write. `clock` gives the seconds that time the rounds of a simulation; None in a deployment.
+    After each release it writes the metrics, then the checkpoint, and then calls the observers. So
+    if every round has a checkpoint, a crash loses at most one charged round. A resumed run repeats
+    the rounds since its last checkpoint as new attempts, with new charges. The run waits for room
+    to write. `clock` gives the seconds that time the rounds of a simulation; None in a deployment.
     """
     plan, sampling = experiment.plan, experiment.plan.sampling.event()
     output, evaluation = experiment.config.output, experiment.evaluation
@@ -504,7 +503,8 @@ def conduct(
         counted = counted.with_round(result, sampling)
         if state.round % output.checkpoint_every == 0:
             models.keep(state)
-        on_round(result)
+        for observe in observers:
+            observe(result)
     models.keep(state)
     if models.last is not state:
         figures, results = models.measured(state), folder.results()

@@ -33,7 +33,7 @@ from fedpriv.experiment.build import (
 )
 from fedpriv.experiment.config import load_config, method_left_out
 from fedpriv.experiment.mechanism import Mechanism
-from fedpriv.experiment.trackers import Tracker, named
+from fedpriv.experiment.trackers import Callback, Tracker, named
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
 from fedpriv.privacy.clipping import IntegerVector
 from fedpriv.privacy.gaussian_mechanism import INDEPENDENT
@@ -134,8 +134,8 @@ def simulate(
     """
     if resume and out is None:
         raise InvalidValueError("resume is true; out must then be given")
-    callbacks = named("on_round", on_round, Callable)
-    followers = named("trackers", trackers, Tracker)
+    called = {n: Callback(f) for n, f in named("on_round", on_round, Callable).items()}
+    followers: dict[str, Tracker] = {**named("trackers", trackers, Tracker), **called}
     method = Method(task, mechanism, *method_left_out(mechanism, local, server), personalisation)
     output = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
     sections = {
@@ -157,7 +157,7 @@ def simulate(
     console = screen(quiet=quiet)
     spent = setup.spent if federated_evaluation or start else ()
     experiment, transport = on_population(setup.config, setup.run, population, spent, method)
-    experiment = replace(experiment, on_round=callbacks, trackers=followers)
+    experiment = replace(experiment, trackers=followers)
     return execute(setup, *in_process(setup, experiment, transport, console), console)
 
 

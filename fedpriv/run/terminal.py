@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
@@ -86,16 +85,9 @@ def execute(
             console.print(f"resuming {folder.path} after {state.round} of {plan.rounds} rounds")
         auditor, transport = Auditor.of(folder, experiment), hosted(experiment, records)
         transport = auditor.beside(transport) if auditor else transport
-        followers, stop = Followers(experiment.on_round, experiment.trackers), None
-
-        def rounds(show: OnRound) -> Run:
-            def on_round(result: RoundResult) -> None:
-                followers.released(replace(result, simulation_only_seconds=None))
-                show(result)
-
-            work = folder, experiment, state, transport, records, on_round, clock, auditor
-            return conduct(*work, keep_going=setup.keep_going)
-
+        followers, stop = Followers(experiment.trackers), None
+        work = folder, experiment, state, transport, records, followers.released
+        rounds = partial(conduct, *work, clock=clock, auditor=auditor, keep_going=setup.keep_going)
         place = records.ledger.ledger_id, folder.path, state.round
         followers.start(StartedRun.of(experiment.config, plan, *place))
         try:

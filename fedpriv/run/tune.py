@@ -16,12 +16,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, astuple, dataclass, field, fields, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import numpy as np
 import tomli_w
@@ -42,16 +42,18 @@ from fedpriv.experiment.build import (
     Method,
     SharedRoads,
     check_measured,
+    method_of,
     on_population,
     records_of,
     settings_of,
 )
 from fedpriv.experiment.config import (
+    Config,
     RangeSection,
     TuneSection,
-    assign,
     for_folder,
     method_left_out,
+    overridden,
     parse_config,
     plain,
     put,
@@ -78,7 +80,7 @@ from fedpriv.privacy.sampling import FixedSizeSampling, PoissonSampling
 from fedpriv.report.tables import Column, Table, print_table, screen
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import RunSetup
-from fedpriv.support.checks import checked_arguments, epsilon_up, plain_numbers
+from fedpriv.support.checks import checked_arguments, epsilon_up, plain_numbers, require
 from fedpriv.support.disk import with_room, write_atomically, writing
 from fedpriv.support.logs import silenced
 from fedpriv.training.optimizers import ServerOptimizer
@@ -93,9 +95,6 @@ Settings = Mapping[str, Any]
 """Values by key of an experiment."""
 
 Candidates = RangeSection | list[Any]
-Prepared = tuple[Experiment, InProcessTransport]
-Prepare = Callable[[Settings, float | None, str], Prepared]
-"""The experiment with these settings and this noise, calibrated if None, under a name."""
 
 _RATE, _LOCAL, _NORM = "server.options.learning_rate", "local.learning_rate", "clipping.norm"
 _Q, _ROUNDS = "privacy.sampling_probability", "rounds"
@@ -189,8 +188,8 @@ def tune(
     * mechanism: calibrated; its (ε, δ) are those of each trial on public users, and of the whole
       search on users.
     * space: by key, a pair (low, high) of numbers, searched on a logarithmic scale, or a list of
-      values. Keys are rounds, privacy.sampling_probability, and fields under local., clipping. and
-      server.options.; by default learning rates, norm, q and rounds.
+      values. Keys are those of a file, such as rounds, privacy.sampling_probability, local.momentum
+      and server.options.beta1; by default learning rates, norm, q and rounds.
     * trials: how many; on users their mean.
     * law, shape: of the number of trials on users.
     * objective: "accuracy", "loss" or a figure of the task, by its name there, of the held-out
@@ -203,48 +202,31 @@ def tune(
     * seed: makes the search repeatable; on users the guarantee does then not hold against those who
       know it.
     """
-    enrolled = users or records_of(population, mechanism).users.population
-    trained = method_left_out(mechanism, local, server)
-    method = Method(task, mechanism.for_users(enrolled), *trained)
     if on not in ("public", "users"):
         raise InvalidValueError(f"on is {on!r}; it must be 'public' or 'users'")
     if mechanism.epsilon is None or mechanism.rounds is None:
         raise InvalidValueError("the mechanism has no budget; calibrate it, as for simulate")
-    for key in space or ():
-        if not isinstance(key, str) or not _takes(method, key):
-            keys = "rounds, privacy.sampling_probability, local.…, clipping.… or server.options.…"
-            raise InvalidValueError(f"space has {key!r}, which is no field; it must be {keys}")
-    searched = {key: _values_of(key, part) for key, part in (space or {}).items()}
     section = {
         "trials": trials, "law": law, "shape": shape, "objective": objective, "better": better,
-        "users": users, "held_out_is_public": held_out_is_public, "space": searched,
+        "users": users, "held_out_is_public": held_out_is_public,
+        "space": {key: _values_of(key, part) for key, part in (space or {}).items()},
     }  # fmt: skip
     privacy = {"ledger": None if ledger is None else str(ledger)}
+    method = Method(task, mechanism, *method_left_out(mechanism, local, server))
     sections = {"tune": section, "privacy": privacy, "engine": asdict(engine or Engine())}
-    config, roads = settings_of(name, population, method, seed=seed, **sections), SharedRoads()
-
-    def prepare(settings: Settings, noise: float | None, run: str) -> Prepared:
-        chosen = _applied(method, settings)
-        rounds = cast(int, chosen.mechanism.rounds)
-        planned = rounds if noise is None else None  # given noise is not made to fit the budget
-        mechanism = replace(chosen.mechanism, noise_multiplier=noise, rounds=planned)
-        of_trial = config.model_copy(update={"rounds": rounds, "run": None})
-        chosen = replace(chosen, mechanism=mechanism)
-        return on_population(of_trial, run, population, (), chosen, roads)
-
-    setup = RunSetup.at(config, Path(out) if out else None, resume=False, home=_HOME)
-    table, value_of = config.model_dump(exclude_none=True), partial(_value_of, method)
-    search = _Search(setup, prepare, screen(quiet=quiet), value_of, table)
+    config = settings_of(name, population, method, seed=seed, **sections)
+    table, folder = config.model_dump(exclude_none=True), Path(out) if out else None
+    search = _Search.of(table, "the search", population, folder, screen(quiet=quiet), task=task)
     tuning = search.on_users() if on == "users" else search.on_public()
     if not tuning.settings:
         return tuning
-    chosen = _applied(method, tuning.settings)
-    delta, rounds = cast(float, mechanism.delta), cast(int, chosen.mechanism.rounds)
-    calibrated = chosen.mechanism.calibrate(
-        epsilon=mechanism.epsilon, delta=delta, rounds=rounds, users=enrolled
+    chosen = search.configured(tuning.settings)
+    delta, enrolled = cast(float, mechanism.delta), search.users
+    calibrated = chosen.mechanism().calibrate(
+        epsilon=mechanism.epsilon, delta=delta, rounds=chosen.rounds, users=enrolled
     )
-    arguments = {"mechanism": calibrated, "local": chosen.local, "server": chosen.server}
-    return replace(tuning, arguments=arguments)
+    trained = {"local": chosen.training(), "server": chosen.server.build()}
+    return replace(tuning, arguments={"mechanism": calibrated, **trained})
 
 
 def tune_file(
@@ -259,10 +241,8 @@ def tune_file(
 
     On public users the enrolled ones of the section `data` are never loaded.
     """
-    table = read_experiment(file)
-    for assignment in assignments:
-        assign(table, assignment)
-    table = with_defaults(table)  # before the norm of a trial changes other defaults
+    # Defaults come before the norm of a trial, which would change others.
+    table = with_defaults(overridden(read_experiment(file), assignments))
     source = f"{file} with --set" if assignments else str(file)
     config = parse_config(table, source)
     reasons = {
@@ -281,23 +261,9 @@ def tune_file(
             "tune.public is absent; it must name people who are not enrolled, such as public or "
             "invented ones"
         )
-    population, roads = load_population(data.name, data.options), SharedRoads()
-    mechanism, section = config.mechanism(), config.tune or TuneSection()
-    users = section.users or records_of(population, mechanism).users.population
-    norm = getattr(mechanism.for_users(users).clipping, "norm", None)
-    table = table if norm is None else _with(table, {_NORM: norm})
-    config = parse_config(table, source)
-
-    def prepare(settings: Settings, noise: float | None, run: str) -> Prepared:
-        chosen = parse_config(_with(table, settings) | {"run": run}, source)
-        chosen = chosen if noise is None else chosen.with_noise(noise)
-        return on_population(chosen, run, population, roads=roads)
-
-    setup = RunSetup.at(config, out, resume=False, home=_HOME)
-    of_values = tables_of(config.mechanism(), config.training(), config.server.build())
-    value_of = partial(_at, config.model_dump() | of_values)  # with what options leave out
+    population = load_population(data.name, data.options)
     kept = {assignment.partition("=")[0].strip() for assignment in assignments}
-    search = _Search(setup, prepare, screen(), value_of, table, kept)
+    search = _Search.of(table, source, population, out, screen(), kept)
     return search.on_users(price_only=price_only) if on == "users" else search.on_public()
 
 
@@ -306,18 +272,59 @@ class _Search:
     """A search, on public or enrolled users."""
 
     setup: RunSetup
-    prepare: Prepare
-    console: Console
-    value_of: Callable[[str], Any]  # what the experiment has for a key, or None
     table: Mapping[str, Any]  # of the experiment
-    kept: Set[str] = frozenset()  # keys that are not searched unless tune.space names them
+    source: str  # of the table, for messages
+    population: Population
+    users: int  # that the noise is for
+    console: Console
+    kept: Set[str]  # keys that are not searched unless tune.space names them
+    task: Task | None  # None: that of the experiment
+    roads: SharedRoads = field(default_factory=SharedRoads)
 
-    def __post_init__(self) -> None:
-        if (larger := self.setup.config.population.as_if) is not None:
+    @classmethod
+    def of(
+        cls,
+        table: Mapping[str, Any],
+        source: str,
+        population: Population,
+        out: Path | None,
+        console: Console,
+        kept: Set[str] = frozenset(),
+        task: Task | None = None,
+    ) -> Self:
+        """Return the search for an experiment; its default clipping norm is for enrolled users."""
+        config = parse_config(table, source)
+        if (larger := config.population.as_if) is not None:
             raise InvalidValueError(
                 f"population.as_if is {larger}; for a search it must be absent; tune.users gives "
                 "the number of users that the noise is for"
             )
+        mechanism, users = config.mechanism(), config.tune.users if config.tune else None
+        users = users or records_of(population, mechanism).users.population
+        norm = getattr(mechanism.for_users(users).clipping, "norm", None)
+        table = table if norm is None else _with(table, {_NORM: norm})
+        setup = RunSetup.at(parse_config(table, source), out, resume=False, home=_HOME)
+        return cls(setup, table, source, population, users, console, kept, task)
+
+    def configured(self, settings: Settings) -> Config:
+        """Return the experiment with other settings."""
+        return parse_config(_with(self.table, settings), self.source)
+
+    def prepare(
+        self, settings: Settings, noise: float | None, run: str
+    ) -> tuple[Experiment, InProcessTransport]:
+        """Return the experiment with these settings and this noise, calibrated if None."""
+        config = self.configured(settings).model_copy(update={"run": run})
+        config = config if noise is None else config.with_noise(noise)
+        method = method_of(config, self.task) if self.task else None
+        return on_population(config, run, self.population, method=method, roads=self.roads)
+
+    @cached_property
+    def values(self) -> Mapping[str, Any]:
+        """All values of the experiment, with defaults of options."""
+        config = self.setup.config
+        parts = config.mechanism(), config.training(), config.server.build()
+        return config.model_dump() | tables_of(*parts)
 
     @property
     def section(self) -> TuneSection:
@@ -343,7 +350,7 @@ class _Search:
     @cached_property
     def space(self) -> Mapping[str, Candidates]:
         """Candidates by key; by default around the numbers of the experiment."""
-        present = {key: self.value_of(key) for key in DEFAULT_SPACE if key not in self.kept}
+        present = {key: _at(self.values, key) for key in DEFAULT_SPACE if key not in self.kept}
         space = self.section.space or {
             key: _with_value(DEFAULT_SPACE[key], value)
             for key, value in present.items()
@@ -354,8 +361,7 @@ class _Search:
                 raise InvalidValueError(f"tune.space has {key}, which no trial may change")
             if values == []:
                 raise InvalidValueError(f"tune.space.{key} is empty; it must have a value")
-            for value in values if isinstance(values, list) else ():
-                _check_writable(key, value)
+            self.configured({key: values[0] if isinstance(values, list) else values.low})
         return space
 
     @property
@@ -379,7 +385,7 @@ class _Search:
                 "optuna cannot be imported; pip install 'fedpriv[tune]' installs it"
             )
         section, space = self.section, self.space
-        present = {key: self.value_of(key) for key in space}
+        present = {key: _at(self.values, key) for key in space}
         first, _ = self.prepare({}, None, "trial")
         ratio = first.plan.sampling.population / (section.users or first.plan.sampling.population)
         if ratio != 1.0 and isinstance(first.plan.sampling, FixedSizeSampling):
@@ -688,13 +694,16 @@ def _drawn(secret: random.Random, values: Candidates) -> Any:
     return round(value) if values.whole else value
 
 
-def _values_of(key: str, values: object) -> object:
+def _values_of(key: object, values: object) -> object:
     """Return candidates, a pair or a list, as the configuration has them."""
     numbers = plain_numbers(values)
+    require(isinstance(key, str), f"space has {key!r}, which is no key; it must be text")
     if isinstance(numbers, tuple):
         if len(numbers) == 2 and all(type(number) in (int, float) for number in numbers):
             return {"low": numbers[0], "high": numbers[1]}
     elif isinstance(values, Sequence | np.ndarray) and not isinstance(values, str | bytes):
+        for value in values:
+            _check_writable(str(key), value)
         return list(values)
     raise InvalidValueError(
         f"space has {values!r} for {key}; it must be a pair (low, high) of numbers or a list"
@@ -747,40 +756,3 @@ def _at(table: Any, key: str) -> Any:
     for part in key.split("."):
         table = table.get(part) if isinstance(table, Mapping) else None
     return table
-
-
-def _parts(method: Method) -> dict[str, Any]:
-    """Return the values whose fields keys name, by the part of a key before its last dot."""
-    mechanism = method.mechanism
-    return {
-        "": mechanism, "local": method.local, "clipping": mechanism.clipping,
-        "server.options": method.server, "privacy": mechanism.sampling,
-    }  # fmt: skip
-
-
-def _place(key: str) -> tuple[str, str]:
-    """Return the part of a method that a key belongs to, and its field there."""
-    part, _, name = key.rpartition(".")
-    return part, "probability" if key == _Q else name
-
-
-def _takes(method: Method, key: str) -> bool:
-    part, name = _place(key)
-    value = _parts(method).get(part) if part or key == _ROUNDS else None
-    return value is not None and name in {field.name for field in fields(value)}
-
-
-def _value_of(method: Method, key: str) -> Any:
-    part, name = _place(key)
-    return getattr(_parts(method)[part], name, None)
-
-
-def _applied(method: Method, settings: Settings) -> Method:
-    """Return a method with other settings; the mechanism's rounds are those of the run."""
-    parts = _parts(method)
-    for key, value in settings.items():
-        part, name = _place(key)
-        parts[part] = replace(parts[part], **{name: value})
-    mechanism = replace(parts[""], clipping=parts["clipping"], sampling=parts["privacy"])
-    own = {"local": parts["local"], "server": parts["server.options"]}
-    return replace(method, mechanism=mechanism, **own)

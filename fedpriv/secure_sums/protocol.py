@@ -7,10 +7,11 @@
     shares = uploaded.opened(survivors, signatures, verify) # to the server
     total = unmasked(sum_of_uploads, roster, secure, sharers, survivors, opened)    # at the server
 
-An upload is y_i = a_i + PRG(b_i) + Σ_{j > i} PRG(s_ij) − Σ_{j < i} PRG(s_ij) mod 2^64, with j the
-neighbours that sealed shares, s_ij a secret of the pair and b_i one of the node. The pairs' masks
-cancel in the sum. What remains is opened by the neighbours' Shamir shares (Shamir 1979): of b_j of
-those who uploaded, or of the key behind s_ij of those who did not, and never of both.
+An upload is y_i = a_i + PRG(b_i) + Σ_{j > i} PRG(s_ij) − Σ_{j < i} PRG(s_ij), mod 2^32 or 2^64 as
+a_i is int32 or int64, with j the neighbours that sealed shares, s_ij a secret of the pair and b_i
+one of the node. The pairs' masks cancel in the sum. What remains is opened by the neighbours'
+Shamir shares (Shamir 1979): of b_j of those who uploaded, or of the key behind s_ij of those who
+did not, and never of both.
 
 A node has **two X25519 keys**. The server learns the masking key of a node that it calls dropped.
 If that key sealed messages too, the server would open them, find the shares of b_j in them, and
@@ -48,19 +49,18 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import SecureSum
-from fedpriv.privacy.clipping import IntegerVector
-from fedpriv.privacy.noise import words
-from fedpriv.secure_sums.parameters import Graph, neighbours
+from fedpriv.privacy.noise import keystream
+from fedpriv.secure_sums.parameters import Graph, SignedVector, neighbours
 from fedpriv.support.checks import require
 
-MaskedVector = npt.NDArray[np.uint64]
+MaskedVector = npt.NDArray[np.unsignedinteger]  # uint32 or uint64
 Verify = Callable[[str, bytes, bytes], bool]  # node, statement, signature
 
 PUBLIC_BYTES = 96  # sealing key, masking key, hash of the seed of the self-mask
 MOST_NOTE_BYTES = 1 << 10
 _PRIME = 2**256 + 297  # of the field of shares
 _SECRET_BYTES, _SHARE_BYTES, _NONCE_BYTES = 32, 33, 12
-_BLOCK = 1 << 15  # words of a mask that are added at once; they fit in a core's cache
+_BLOCK = 1 << 15  # numbers of a mask that are added at once; they fit in a core's cache
 
 
 def _encoded(*parts: bytes) -> bytes:
@@ -103,30 +103,17 @@ def _seed_hash(seed: bytes) -> bytes:
 class KeyPair:
     """Secrets of a node for one attempt, and what the others know of them. For one `begin` only."""
 
-    private: bytes = field(repr=False)  # two X25519 keys, for sealing and for masking, and b_i
-    public: bytes  # their public keys and the hash of b_i, PUBLIC_BYTES
+    public: bytes  # both public keys and the hash of b_i, PUBLIC_BYTES
+    sealing: bytes = field(repr=False)  # X25519 key of the messages to neighbours; never shared
+    masking: bytes = field(repr=False)  # X25519 key of the masks with neighbours
+    seed: bytes = field(repr=False)  # b_i, the secret of the node's own mask
 
     @classmethod
     def fresh(cls) -> Self:
         """Draw a pair from the operating system's CSPRNG."""
         sealing, masking, seed = (secrets.token_bytes(_SECRET_BYTES) for _ in range(3))
         public = _public(sealing) + _public(masking) + _seed_hash(seed)
-        return cls(sealing + masking + seed, public)
-
-    @property
-    def sealing(self) -> bytes:
-        """Private key of the messages that neighbours seal for each other; it is never shared."""
-        return self.private[:32]
-
-    @property
-    def masking(self) -> bytes:
-        """Private key of the masks with neighbours."""
-        return self.private[32:64]
-
-    @property
-    def seed(self) -> bytes:
-        """b_i, the secret of the node's own mask."""
-        return self.private[64:]
+        return cls(public, sealing, masking, seed)
 
 
 @dataclass(frozen=True)
@@ -264,18 +251,19 @@ class Participant:
         return cls(roster, node, pair, secure, sealed)
 
     def masked(
-        self, total: IntegerVector, sharers: Sequence[str], sealed: Mapping[str, bytes]
+        self, total: SignedVector, sharers: Sequence[str], sealed: Mapping[str, bytes]
     ) -> tuple[MaskedVector, "Uploaded"]:
         """Return the masked sum [D], to upload once, and what the node needs afterwards.
 
-        `total` is the sum of the node's users and its share of the noise in steps, int64 [D];
+        `total` is the sum of the node's users and its share of the noise, int32 or int64 [D];
         `sealed` are the messages by sender. To anyone who lacks one of its masks, the upload is
-        uniform on Z_{2^64}^D. Raises InvalidValueError, whereupon the node drops out, unless the
-        list names the node and at least n − d nodes, with a valid message of each neighbour in it.
+        uniform on all vectors of such words. Raises InvalidValueError, whereupon the node drops
+        out, unless the list names the node and at least n − d nodes, with a valid message of each
+        neighbour in it.
         """
-        if total.ndim != 1 or total.dtype != np.int64:
-            shape = f"{total.dtype}{list(total.shape)}"
-            raise InvalidValueError(f"the total is {shape}; it must be an int64 vector")
+        valid = total.ndim == 1 and total.dtype in (np.int32, np.int64)
+        shape = f"the total is {total.dtype}{list(total.shape)}"
+        require(valid, f"{shape}; it must be an int32 or int64 vector")
         listed = self.roster.listed(sharers, self.secure)
         left_out = f"node {self.node!r} shared its secrets; the list of sharers must name it"
         require(self.node in listed, left_out)
@@ -287,7 +275,7 @@ class Participant:
         for name in linked:
             key = _pair_key(self.roster, purpose, (self.node, self.pair.masking), name)
             (added if self.node < name else subtracted).append(key)
-        masked = total.astype(np.uint64)
+        masked = total.astype(f"u{total.itemsize}")
         _add_masks(masked, added, subtracted)
         cut = 2 * _SHARE_BYTES
         shares = {
@@ -369,8 +357,8 @@ def unmasked(
     sharers: Sequence[str],
     survivors: Sequence[str],
     opened: Mapping[str, Mapping[str, bytes]],
-) -> IntegerVector:
-    """Return the total of the survivors' sums, int64 [D], from the sum of their uploads mod 2^64.
+) -> SignedVector:
+    """Return the total of the survivors' sums [D] from the sum of their uploads, in as many bits.
 
     `opened` are the shares by sender and owner. They suffice if at most d nodes dropped out, before
     or after the upload. Lies are passed over as long as τ neighbours in a row, by name, tell the
@@ -397,7 +385,7 @@ def unmasked(
             (subtracted if name < owner else added).append(key)
     total = masked_total.copy()
     _add_masks(total, added, subtracted)
-    return total.view(np.int64)
+    return total.view(f"i{total.itemsize}")
 
 
 def _sealing_key(roster: Roster, pair: KeyPair, node: str, other: str, *, sender: bool) -> bytes:
@@ -423,13 +411,15 @@ def _pair_key(roster: Roster, sharers: bytes, holder: tuple[str, bytes], other: 
 
 
 def _add_masks(vector: MaskedVector, added: Sequence[bytes], subtracted: Sequence[bytes]) -> None:
-    """Add and subtract the masks of keys in place, mod 2^64, by blocks."""
+    """Add and subtract the masks of keys in place, by blocks; a mask is a key's first words."""
+    little_endian = vector.dtype.newbyteorder("<")
     for start in range(0, vector.size, _BLOCK):
         block = vector[start : start + _BLOCK]
+        size, place = block.nbytes, start * block.itemsize
         for key in added:
-            block += words(key, block.size, start=start)
+            block += keystream(key, size, start=place).view(little_endian)
         for key in subtracted:
-            block -= words(key, block.size, start=start)
+            block -= keystream(key, size, start=place).view(little_endian)
 
 
 def _shares(secret: bytes, threshold: int, points: Sequence[int]) -> list[bytes]:

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Self
 
 import numpy as np
@@ -17,7 +17,7 @@ from fedpriv.privacy.gaussian_mechanism import GaussianMechanism, rounded_noise
 from fedpriv.privacy.noise import words
 from fedpriv.privacy.round import OpenedSum, PartialSum, merge_sums
 from fedpriv.privacy.sampling import Users, drawn_users
-from fedpriv.secure_sums.parameters import share_stddevs
+from fedpriv.secure_sums.parameters import Grid, share_stddevs
 from fedpriv.secure_sums.protocol import (
     KeyPair,
     Member,
@@ -45,14 +45,16 @@ def simulated_nodes(
     sharers, survivors = nodes.after(_SHARING), nodes.after(_UPLOADING)
     if not nodes.suffice(survivors):
         return lambda: None
-    members = {name: nodes.participant(name) for name in sharers}
-    total, uploads = np.zeros(mechanism.clipping.layout.dimension, np.uint64), {}
+    members = {n: Participant.begin(nodes.roster, n, nodes.pairs[n], secure) for n in sharers}
+    clipping, grid = mechanism.clipping, Grid.of(mechanism.event, secure.nodes)
+    total, uploads = np.zeros(clipping.layout.dimension, f"u{grid.dtype.itemsize}"), {}
     for name in survivors:
         received = {n: m.sealed[name] for n, m in members.items() if name in m.sealed}
-        own = nodes.noised_sum(name, mechanism, collect)
+        own = grid.rounded(nodes.noised_sum(name, mechanism, collect), clipping)
         masked, uploads[name] = members[name].masked(own, sharers, received)
         total += masked
-    signatures = {n: nodes.sign(n, uploads[n].statement(survivors)) for n in nodes.after(_SIGNING)}
+    signers = {n: nodes.signers[n] for n in nodes.after(_SIGNING)}
+    signatures = {n: key.sign(uploads[n].statement(survivors)) for n, key in signers.items()}
 
     def opened() -> OpenedSum | None:
         left = nodes.after(_OPENING)
@@ -60,7 +62,7 @@ def simulated_nodes(
             return None
         shares = {n: uploads[n].opened(survivors, signatures, nodes.verify) for n in left}
         summed = unmasked(total, nodes.roster, secure, sharers, survivors, shares)
-        return OpenedSum(summed, len(survivors))
+        return OpenedSum(grid.steps(summed, clipping), len(survivors))
 
     return opened
 
@@ -95,28 +97,18 @@ class _Nodes:
     def suffice(self, names: Sequence[str]) -> bool:
         return len(names) >= self.secure.nodes - self.secure.dropouts
 
-    def participant(self, name: str) -> Participant:
-        return Participant.begin(self.roster, name, self.pairs[name], self.secure)
-
     def noised_sum(
         self, name: str, mechanism: GaussianMechanism, collect: Collect
     ) -> IntegerVector:
         """Return the sum of the node's drawn users and its share of the noise, in steps [D]."""
-        sampling, number, n = mechanism.sampling.event(), self.roster.index(name), len(self.pairs)
+        sampling, key_of = mechanism.sampling.event(), self.entropy.key
+        number, n = self.roster.index(name), len(self.pairs)
         ends = [position * sampling.population // n for position in (number, number + 1)]
-        users = drawn_users(sampling, ends[1] - ends[0], self.entropy.key(f"coins/{name}"))
-        clipping = mechanism.clipping
+        users = drawn_users(sampling, ends[1] - ends[0], key_of(f"coins/{name}"))
+        clipping, stddevs = mechanism.clipping, share_stddevs(mechanism.event, n)
         partials = collect(users + ends[0]) if users.size else ()
         total = merge_sums(name, partials, clipping.layout.dimension).total
-        stddevs = share_stddevs(mechanism.event, n)
-        key_of = partial(self._noise_key, name)
-        return total + rounded_noise(key_of, clipping, stddevs)
-
-    def _noise_key(self, name: str, group: str) -> bytes:
-        return self.entropy.key(f"noise/{name}/{group}")
-
-    def sign(self, name: str, statement: bytes) -> bytes:
-        return self.signers[name].sign(statement)
+        return total + rounded_noise(lambda g: key_of(f"noise/{name}/{g}"), clipping, stddevs)
 
     @property
     def verify(self) -> Callable[[str, bytes, bytes], bool]:

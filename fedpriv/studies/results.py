@@ -138,7 +138,7 @@ def finished_runs(study: Study, folder: Path) -> dict[Cell, RunResult]:
         results = {cell: next(iter(read_results(file)), None) for cell, file in files.items()}
     finished = {cell: result for cell, result in results.items() if result is not None}
     for cell, result in finished.items():
-        if result.settings != study.digest_of(cell):
+        if result.settings != study.digest_of(cell, folder):
             problem = f"{folder / cell.path} holds a run of other settings than the study has now"
             raise DataError(f"{problem}; move it away or choose another folder")
     return finished

@@ -1,10 +1,8 @@
 """A study: one experiment under several arms, at equal privacy, and its runs."""
 
-import copy
 import hashlib
 import itertools
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,11 +20,11 @@ from fedpriv.experiment.config import (
     Config,
     Positive,
     Section,
-    assign,
     checked,
     flattened,
     for_folder,
     from_folder,
+    overridden,
     parse_config,
     read_experiment,
     read_toml,
@@ -150,7 +148,7 @@ class Study(Section):
         ledger, so all arms draw cohorts, noise and the order of examples from the same keys, and
         differences between arms are paired.
         """
-        table = _varied(self.base, cell.arm)
+        table = overridden(self.base, cell.arm.set)
         privacy, model = (table.setdefault(section, {}) for section in ("privacy", "model"))
         if isinstance(privacy, dict) and isinstance(model, dict):
             privacy.pop("noise_multiplier", None)
@@ -165,35 +163,18 @@ class Study(Section):
         at = f"-epsilon{cell.target.epsilon:g}".replace("+", "") if len(self.targets) > 1 else ""
         return config.model_copy(update={"run": f"{config.name}{at}-seed{cell.seed}"})
 
-    def digest_of(self, cell: Cell) -> str:
-        """Return the SHA-256 of a run's settings; a finished run with this digest is valid."""
-        # Paths of data have only their last names, so that a study may be moved with its data.
-        table = with_paths(self.table_of(cell), os.path.basename)
-        text = json.dumps(table, sort_keys=True, default=str)
+    def digest_of(self, cell: Cell, folder: Path) -> str:
+        """Return the SHA-256 of a run's settings; a finished run with this digest is valid.
+
+        Paths are relative to the study's folder, so that it may be moved together with its data.
+        """
+        text = json.dumps(for_folder(folder, self.table_of(cell)), sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()
-
-    def files_of(self, cell: Cell) -> tuple[str, ...]:
-        """Return the full paths of a run's data."""
-        paths = list[str]()
-
-        def note(path: str) -> str:
-            paths.append(path)
-            return path
-
-        with_paths(self.table_of(cell), note)
-        return tuple(paths)
 
     def flat_settings(self, arm: Arm) -> dict[str, object]:
         """Return all settings of an arm except its names, with defaults, by keys "a.b"."""
         config = self.config_of(Cell(arm, self.targets[0], self.seeds[0]))
         return flattened(config.model_dump(exclude={"name", "run"}))
-
-
-def _varied(base: Mapping[str, object], arm: Arm) -> dict[str, object]:
-    table = copy.deepcopy(dict(base))
-    for assignment in arm.set:
-        assign(table, assignment)
-    return table
 
 
 def _levels(key: str, axis: object) -> list[Arm]:
@@ -289,7 +270,7 @@ def _check_arm(base: Mapping[str, object], arm: Arm) -> None:
     """Raise ValueError if an arm would change the cost of its runs or the way they are charged."""
     subject = f"arm {arm.name!r}"
     try:
-        before, varied = flattened(base), _varied(base, arm)
+        before, varied = flattened(base), overridden(base, arm.set)
         table = flattened(varied)
     except InvalidValueError as error:
         raise ValueError(f"{subject}: {error}") from error

@@ -95,6 +95,41 @@ def is_whole(value: object, most: float = math.inf) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
 
 
+_RANGES = {
+    "whole": "a whole number of at least 1",
+    "(0, inf)": "positive and finite",
+    "[0, inf)": "finite and not negative",
+}
+
+
+def check_range(name: str, number: Any, legal: str) -> None:
+    """Raise InvalidValueError unless a number is legal: in an interval, or "whole" and at least 1.
+
+    A question mark after these allows None.
+
+    >>> check_range("momentum", 1.0, "[0, 1)")
+    Traceback (most recent call last):
+    fedpriv.errors.InvalidValueError: momentum is 1.0; it must be in [0, 1)
+    """
+    if number is None and legal.endswith("?"):
+        return
+    legal = legal.removesuffix("?")
+    if legal == "whole":
+        valid = is_whole(number)
+    else:
+        low, high = map(float, legal[1:-1].split(","))
+        closed = {"[": low}.get(legal[0]), {"]": high}.get(legal[-1])
+        valid = isinstance(number, Real) and not isinstance(number, bool)
+        valid = valid and (low < number < high or number in closed)
+    require(valid, f"{name} is {number!r}; it must be {_RANGES.get(legal, f'in {legal}')}")
+
+
+def check_ranges(value: object, of: str = "", **ranges: str) -> None:
+    """Check fields of a value as `check_range` does; `of` follows their names."""
+    for name, legal in ranges.items():
+        check_range(f"{name}{of}", getattr(value, name), legal)
+
+
 def check_seed(seed: object) -> None:
     """Raise InvalidValueError unless a value can seed torch's generator."""
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**64:

@@ -121,6 +121,9 @@ class Choice(Generic[_Kind]):
         InvalidValueError if the class, an option or a value of an option is wrong.
         """
         what = f"{self.key} {name!r}"
+        if name not in self.known and ":" not in name:
+            hint = f"{known_names(name, self.known)}, or package.module:Class"
+            raise InvalidValueError(f"{self.key} is {name!r}; {hint}")
         kind: object = self.known.get(name) or import_function(what, name, InvalidValueError)
         if not (isinstance(kind, type) and issubclass(kind, self.kind)):
             actual = "another class" if isinstance(kind, type) else "not a class"

@@ -6,14 +6,12 @@ and the round's request, and is clipped afterwards to the norms of the round's v
 keep nothing that they computed.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from numbers import Real
 from typing import TYPE_CHECKING
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.support.checks import is_whole
+from fedpriv.support.checks import check_range, check_ranges, is_whole
 from fedpriv.training.request import ControlVariates, LocalStep, LocalTraining
 
 if TYPE_CHECKING:
@@ -53,13 +51,8 @@ class AdamW(LocalTraining):
     def __post_init__(self) -> None:
         super().__post_init__()
         _refuse_momentum(self, "beta1 is in its place")
-        for name, below in (("beta1", 1.0), ("beta2", 1.0), ("weight_decay", math.inf)):
-            value = getattr(self, name)
-            if not (isinstance(value, Real) and 0.0 <= float(value) < below):
-                raise InvalidValueError(f"{name} is {value!r}; it must be in [0, {below:g})")
-        if not (isinstance(self.epsilon, Real) and 0.0 < self.epsilon < math.inf):
-            found = f"epsilon of AdamW is {self.epsilon!r}"
-            raise InvalidValueError(f"{found}; it must be positive and finite")
+        check_ranges(self, beta1="[0, 1)", beta2="[0, 1)", weight_decay="[0, inf)")
+        check_range("epsilon of AdamW", self.epsilon, "(0, inf)")
 
     @property
     def memories(self) -> int:
@@ -148,9 +141,7 @@ class FedRecon(LocalTraining):
         if not is_whole(self.personal_steps, self.steps - 1):
             found = f"personal_steps is {self.personal_steps!r} of {self.steps} steps"
             raise InvalidValueError(f"{found}; it must be a whole number from 1 to steps - 1")
-        if not (isinstance(self.personal_rate, Real) and 0.0 < self.personal_rate < math.inf):
-            found = f"personal_rate is {self.personal_rate!r}"
-            raise InvalidValueError(f"{found}; it must be positive and finite")
+        check_ranges(self, personal_rate="(0, inf)")
 
     def direction(self, step: LocalStep) -> tuple["Tensor", tuple["Tensor", ...]]:
         """Return SGD's direction in the parameter's own phase, zeros in the other; and the memory.

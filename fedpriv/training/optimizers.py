@@ -13,16 +13,15 @@ public.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.support.checks import hold_plain_numbers, is_whole
+from fedpriv.support.checks import check_range, hold_plain_numbers
 
 Array = npt.NDArray[np.float64]
 Parameters = Mapping[str, npt.NDArray[np.float32]]
@@ -147,15 +146,8 @@ SCHEDULES: Mapping[str, type[RateSchedule]] = {  # values of learning_rate.sched
 Rate = float | RateSchedule
 
 
-_LEGAL: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "rounds": ("a whole number of at least 1", is_whole),
-    "factor": ("in (0, 1]", lambda value: 0.0 < value <= 1.0),
-    "tau": ("positive and finite", lambda value: 0.0 < value < math.inf),
-    **dict.fromkeys(
-        ("momentum", "beta1", "beta2"), ("in [0, 1)", lambda value: 0.0 <= value < 1.0)
-    ),
-}
-_NOT_NEGATIVE = "finite and not negative", lambda value: 0.0 <= value < math.inf
+_RANGES = {"rounds": "whole", "factor": "(0, 1]", "tau": "(0, inf)"}
+_RANGES |= dict.fromkeys(("momentum", "beta1", "beta2"), "[0, 1)")
 
 
 def _check_numbers(value: "RateSchedule | ServerOptimizer") -> None:
@@ -163,10 +155,8 @@ def _check_numbers(value: "RateSchedule | ServerOptimizer") -> None:
     hold_plain_numbers(value)
     whose = " of the schedule" if isinstance(value, RateSchedule) else ""
     for name, number in vars(value).items():
-        legal, is_legal = _LEGAL.get(name, _NOT_NEGATIVE)
-        later = name == "learning_rate" and isinstance(number, RateSchedule)
-        if not (later or (isinstance(number, Real) and is_legal(number))):
-            raise InvalidValueError(f"{name}{whose} is {number!r}; it must be {legal}")
+        if not (name == "learning_rate" and isinstance(number, RateSchedule)):
+            check_range(f"{name}{whose}", number, _RANGES.get(name, "[0, inf)"))
 
 
 class ServerOptimizer(ABC):

@@ -28,7 +28,7 @@ from fedpriv.privacy.gaussian_mechanism import (
 )
 from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup, check_partition
 from fedpriv.privacy.sampling import Sampling
-from fedpriv.support.checks import epsilon_up, hold_numbers, is_whole, text_down
+from fedpriv.support.checks import check_ranges, epsilon_up, hold_numbers, text_down
 from fedpriv.training.optimizers import FedAvg, Parameters, RateSchedule, ServerOptimizer
 from fedpriv.training.request import ControlVariates, LocalTraining
 
@@ -54,15 +54,8 @@ class AdaptiveClipping:
 
     def __post_init__(self) -> None:
         hold_numbers(self)
-        for name in ("quantile", "share"):
-            if not 0.0 < getattr(self, name) < 1.0:
-                raise InvalidValueError(
-                    f"{name} of adaptive clipping is {getattr(self, name)}; it must be in (0, 1)"
-                )
-        if not 0.0 < self.learning_rate <= 10.0:
-            raise InvalidValueError(
-                f"learning_rate of adaptive clipping is {self.learning_rate}; it must be in (0, 10]"
-            )
+        ranges = {"quantile": "(0, 1)", "share": "(0, 1)", "learning_rate": "(0, 10]"}
+        check_ranges(self, " of adaptive clipping", **ranges)
 
     def step(self, norm: float, unclipped: float) -> float:
         """Return the next clipping norm, from the noised fraction of users that were not clipped.
@@ -91,16 +84,7 @@ class RunningStatistics:
     momentum: float = 0.1  # β in (0, 1]
 
     def __post_init__(self) -> None:
-        if not len(self.layers) == len(self.channels) == len(self.eps) > 0:
-            found = f"{len(self.channels)} numbers of channels and {len(self.eps)} eps"
-            what = f"{len(self.layers)} normalisations have {found}"
-            raise InvalidValueError(f"{what}; each of at least one needs both")
-        if min(self.channels) < 1 or not all(0.0 <= eps < math.inf for eps in self.eps):
-            found = f"channels of normalisations are {self.channels} and their eps {self.eps}"
-            raise InvalidValueError(f"{found}; they must be positive and not negative")
-        if not 0.0 < self.momentum <= 1.0:
-            found = f"momentum of running statistics is {self.momentum}"
-            raise InvalidValueError(f"{found}; it must be in (0, 1]")
+        check_ranges(self, " of running statistics", momentum="(0, 1]")
 
     @property
     def shape(self) -> tuple[int]:
@@ -168,18 +152,13 @@ class TrainingPlan:
     simulated_dropout: float = 0.0  # probability that a simulated node drops out of a round
 
     def __post_init__(self) -> None:
-        if not is_whole(self.rounds):
-            legal = "a whole number of at least 1"
-            raise InvalidValueError(f"rounds is {self.rounds}; it must be {legal}")
+        check_ranges(self, rounds="whole", contributors_share="[0, 1)")
         if not self.run or "/" in self.run:
             raise InvalidValueError(f"run is {self.run!r}; it must be a name without '/'")
         check_partition(self.layout, self.groups)
         if not (0.0 < self.metrics_share < 1.0 if self.metrics else self.metrics_share == 0.0):
             found = f"metrics_share is {self.metrics_share} with {len(self.metrics)} metrics"
             raise InvalidValueError(f"{found}; it must be in (0, 1), or 0 if there are none")
-        if not 0.0 <= self.contributors_share < 1.0:
-            found = f"contributors_share is {self.contributors_share}"
-            raise InvalidValueError(f"{found}; it must be in [0, 1)")
         if CONTRIBUTORS.name in (metric.name for metric in self.metrics):
             raise InvalidValueError(
                 f"a metric is named {CONTRIBUTORS.name!r}; that name is taken by the count of "

@@ -3,11 +3,9 @@
 A `Transport` takes a `RoundRequest` to the users, and returns `fedpriv.privacy.round.PartialSum`s.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
@@ -19,7 +17,7 @@ from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS, GaussianMechanism, 
 from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup
 from fedpriv.privacy.round import OpenedSum, PartialSum
 from fedpriv.secure_sums.simulation import simulated_nodes
-from fedpriv.support.checks import hold_plain_numbers, is_whole
+from fedpriv.support.checks import check_range, check_ranges, hold_plain_numbers
 from fedpriv.training.optimizers import Rate, RateSchedule
 
 if TYPE_CHECKING:
@@ -55,14 +53,9 @@ class ControlVariates:
     rate: float  # β in (0, 1]; averages the noise of about 1/β rounds
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not isinstance(value, Real):
-                raise InvalidValueError(f"control_{name} is {value!r}; it must be a number")
-        if not 0.0 < self.share < 1.0:
-            raise InvalidValueError(f"control_share is {self.share}; it must be in (0, 1)")
-        if not 0.0 < self.rate <= 1.0:
-            raise InvalidValueError(f"control_rate is {self.rate}; it must be in (0, 1]")
-        _ = VectorGroup.single(CONTROL_PREFIX, self.norm)  # refuses an illegal norm
+        for name, legal in (("norm", "(0, inf)"), ("share", "(0, 1)"), ("rate", "(0, 1]")):
+            check_range(f"control_{name}", getattr(self, name), legal)
+        _ = VectorGroup.single(CONTROL_PREFIX, self.norm)  # refuses a norm beyond its range
 
     def group(self, layout: Layout) -> VectorGroup:
         """Return the extra vector group for an update of this layout."""
@@ -113,23 +106,14 @@ class LocalTraining:
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
         rate = self.learning_rate
-        if not isinstance(rate, RateSchedule) and not (
-            isinstance(rate, Real) and 0.0 < rate < math.inf
-        ):
-            raise InvalidValueError(f"learning_rate is {rate!r}; it must be positive and finite")
+        if not isinstance(rate, RateSchedule):
+            check_range("learning_rate", rate, "(0, inf)")
         if (self.epochs is None) == (self.steps is None):
             raise InvalidValueError(
                 f"epochs is {self.epochs} and steps is {self.steps}; exactly one must be given"
             )
-        for name in ("batch_size", "epochs", "steps", "max_examples"):
-            value = getattr(self, name)
-            if value is not None and not is_whole(value):
-                limit = "a whole number of at least 1"
-                raise InvalidValueError(f"{name} is {value!r}; it must be {limit}")
-        for name, below in (("momentum", 1.0), ("proximal", math.inf)):
-            value = getattr(self, name)
-            if not (isinstance(value, Real) and 0.0 <= float(value) < below):
-                raise InvalidValueError(f"{name} is {value!r}; it must be in [0, {below:g})")
+        check_ranges(self, batch_size="whole?", epochs="whole?", steps="whole?")
+        check_ranges(self, momentum="[0, 1)", proximal="[0, inf)", max_examples="whole?")
         if self.control is not None and self.batch_size is not None:
             raise InvalidValueError(
                 f"batch_size is {self.batch_size}; with control variates it must be absent, since "

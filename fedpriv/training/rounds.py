@@ -319,28 +319,6 @@ def train(
     these cases the round is charged only if it was drawn. The generator returns the reason why
     training ended.
     """
-    while state.round < plan.rounds:
-        try:
-            state, result = _one_round(plan, state, transport, records, entropy, on_release)
-        except BudgetExceededError:
-            return Stop.BUDGET
-        except StoppedError:
-            return Stop.ASKED
-        except DeclinedError:
-            return Stop.DECLINED
-        yield state, result
-    return Stop.ROUNDS
-
-
-def _one_round(
-    plan: TrainingPlan,
-    state: ServerState,
-    transport: Transport,
-    records: PrivacyRecords,
-    entropy: Entropy,
-    on_release: OnRelease,
-) -> tuple[ServerState, RoundResult]:
-    """Return the state after the next round, and its result."""
 
     def prepare(at: RoundAttempt) -> None:
         transport.prepare(request_to_nobody(plan, state, at))
@@ -352,19 +330,28 @@ def _one_round(
         asked = round_request(plan, state, at, np.empty(0, np.int64), entropy)
         return transport.collect_masked(asked, mechanism, plan.simulated_dropout)
 
-    mechanism = plan.mechanism_at(state.clipping_norms)
-    number = state.round + 1
-    about, given = (mechanism, plan.run, number), (records, entropy, prepare)
-    if plan.secure_sum is None:
-        attempts: Iterable[Release | None] = [private_round(*about, collect, *given)]
-    else:
-        attempts = (secure_round(*about, collect_masked, *given) for _ in range(_MOST_VOID))
-    if (release := next(filter(None, attempts), None)) is None:
-        raise DeclinedError(f"{_MOST_VOID} attempts at round {number} were void")
-    on_release(mechanism, number, release)
-    epsilon = records.ledger.epsilon(records.budget)
-    after, result = close_round(plan, state, release, epsilon, records.budget.delta)
-    return after, replace(result, randomness=records.ledger.randomness)
+    while state.round < plan.rounds:
+        mechanism, number = plan.mechanism_at(state.clipping_norms), state.round + 1
+        about, given = (mechanism, plan.run, number), (records, entropy, prepare)
+        try:
+            if plan.secure_sum is None:
+                release: Release | None = private_round(*about, collect, *given)
+            else:
+                attempts = (secure_round(*about, collect_masked, *given) for _ in range(_MOST_VOID))
+                release = next(filter(None, attempts), None)
+        except BudgetExceededError:
+            return Stop.BUDGET
+        except StoppedError:
+            return Stop.ASKED
+        except DeclinedError:
+            return Stop.DECLINED
+        if release is None:  # all attempts were void
+            return Stop.DECLINED
+        on_release(mechanism, number, release)
+        epsilon = records.ledger.epsilon(records.budget)
+        state, result = close_round(plan, state, release, epsilon, records.budget.delta)
+        yield state, replace(result, randomness=records.ledger.randomness)
+    return Stop.ROUNDS
 
 
 def round_request(

@@ -39,7 +39,7 @@ from fedpriv.wire.codec import (
     below,
     list_of,
 )
-from fedpriv.wire.tensors import FLOAT32, INT32, INT64, LAYOUT, MANIFEST, SHAPE, Manifest
+from fedpriv.wire.tensors import FLOAT32, INT32, INT64, LAYOUT, MANIFEST, SHAPE, Manifest, Number
 
 VERSION = 1  # of the protocol
 SUM = "sum"  # name of the vector that is the sum of users' contributions
@@ -385,9 +385,9 @@ class MaskedSum:
     users: ClassVar[int] = 0
     weight: ClassVar[int] = 0
 
-    def tensors(self, dimension: int) -> Manifest:
-        """Return the manifest of the total [dimension], in 64 bits."""
-        return Manifest(Layout((SUM,), ((dimension,),)), INT64)
+    def tensors(self, dimension: int, dtype: Number) -> Manifest:
+        """Return the manifest of the total [dimension], in 32 or 64 bits."""
+        return Manifest(Layout((SUM,), ((dimension,),)), dtype.newbyteorder("<"))
 
 
 @dataclass(frozen=True)

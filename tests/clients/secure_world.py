@@ -1,7 +1,7 @@
 """Nodes with certificates, and a server that they need not trust, without gRPC between them."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy as np
 from fedpriv.clients.connection import Backoff, Identity, identity_of
 from fedpriv.clients.consent import Consent
 from fedpriv.clients.journal import Journal
-from fedpriv.clients.ledger_check import OfferPolicy
+from fedpriv.clients.ledger_check import LedgerVerifier, OfferPolicy
 from fedpriv.clients.secure import SecureSums
 from fedpriv.errors import FedprivError
 from fedpriv.ledger import Head
@@ -56,8 +56,8 @@ Lie = Callable[[str, Step], Step]  # to a node, in place of the honest answer
 
 
 def contribution_of(user: int) -> np.ndarray:
-    """What a user adds to a sum, in steps."""
-    return np.random.default_rng(user).integers(-(2**20), 2**20, LAYOUT.dimension)
+    """What a user adds to a sum, in steps: whole coarse steps, which nodes do not round."""
+    return np.random.default_rng(user).integers(-(2**6), 2**6, LAYOUT.dimension) * 2**14
 
 
 def honest(_: str, answer: Step) -> Step:
@@ -117,9 +117,20 @@ class World:
     """An enrolment with certificates, its nodes, and one server."""
 
     def __init__(
-        self, folder: Path, nodes: int = 5, secure: SecureSum | None = None, *, verify: bool = False
+        self,
+        folder: Path,
+        nodes: int = 5,
+        secure: SecureSum | None = None,
+        *,
+        verify: bool = False,
+        public: Callable[[Head | None], Iterator[str]] | None = None,
     ) -> None:
+        """With `verify`, nodes check ledgers that are told what to say; with `public`, a true one.
+
+        `public` returns the ledger's lines after a head.
+        """
         self.folder, self.server, self.grace = folder, _Server(), SECONDS
+        self.public = public
         init(folder, ["localhost"])
         names = [f"n{number}" for number in range(nodes)]
         identities = [identity_of(issue(folder, name).folder, None) for name in names]
@@ -130,10 +141,10 @@ class World:
         self.enrolment = Enrolment("ab" * 16, users, prints)
         self.secure = secure or SecureSum(nodes, 1, 1)
         sampling = PoissonSampling(nodes * USERS, 0.5)
-        mechanism = GaussianMechanism.calibrated(
+        self.mechanism = GaussianMechanism.calibrated(
             sampling, CLIPPING, 1.0, (1.0,), secure_sum=self.secure
         )
-        self.price = Price(mechanism.event, 0, 1.0, 1e-5, 0)
+        self.price = Price(self.mechanism.event, 0, 1.0, 1e-5, 0)
         digest = enrolment_digest(self.enrolment.enrolled)
         self.consent = Consent(trust="none", enrolment=digest)
         self.ledgers = {name: Ledgers() for name in names} if verify else {}
@@ -142,30 +153,41 @@ class World:
     def _site(self, identity: Identity) -> Site:
         name = identity.node
         journal = Journal(self.folder / f"{name}.sqlite")
-        verifier: Any = self.ledgers.get(name)
-        digests = np.arange(USERS)
-        policy = OfferPolicy(journal, self.consent, verifier, digests)
+        backoff = Backoff(0.001, 0.001)
         stub: Any = SimpleNamespace(
+            fetch_ledger=self._fetch_ledger,
             download=self.server.download,
             upload_masked=partial(self.server.upload, name),
             exchange=partial(self.server.exchange, name),
         )
+        verifier: Any = self.ledgers.get(name)
+        if self.public is not None:
+            verifier = LedgerVerifier(stub, journal, backoff)
+        policy = OfferPolicy(journal, self.consent, verifier, np.arange(USERS))
         trainer: Any = Trainer()
-        secure = SecureSums(stub, trainer, policy, identity, Backoff(0.001, 0.001))
+        secure = SecureSums(stub, trainer, policy, identity, backoff)
         users, nodes = self.enrolment.users_of(name).copy(), self.enrolment.enrolled
         population = self.enrolment.population
         welcome = Welcome(self.enrolment.population_id, population, users, TASK, "", nodes)
         return Site(identity, secure, trainer, welcome)
 
+    async def _fetch_ledger(self, head: Head | None) -> Iterator[str]:
+        assert self.public is not None
+        return self.public(head)
+
     def restarted(self, name: str) -> None:
         """A node's process begins anew, with its journal."""
         self.sites[name] = self._site(self.sites[name].identity)
 
+    def unvoted(self, number: int, attempt: int = 0) -> Ballot:
+        """A proposal of an attempt."""
+        local = LocalTraining(0.1, epochs=1, max_examples=3)
+        return Ballot(Proposal(RoundId("run", number, attempt), CLIPPING, local, (), self.price))
+
     def proposal(self, number: int = 1) -> Ballot:
         """A proposal of an attempt, on which all nodes have voted."""
-        local = LocalTraining(0.1, epochs=1, max_examples=3)
-        terms = Proposal(RoundId("run", number, 0), CLIPPING, local, (), self.price)
-        ballot = Ballot(terms)
+        ballot = self.unvoted(number)
+        terms = ballot.terms
         sent = replace(terms, id=ballot.id)
         for name, site in self.sites.items():
             key = site.secure.key(site.welcome, sent)
@@ -175,9 +197,8 @@ class World:
     def collection(self, ballot: Ballot) -> tuple[SecureCollection, RoundOffer]:
         """The collection of a voted attempt, and its offer to the nodes."""
         terms, nobody = ballot.terms, np.empty(0, np.int64)
-        request = RoundRequest(
-            "run", terms.id.round, 0, PARAMETERS, CLIPPING, terms.local, nobody, bytes(32)
-        )
+        at = "run", terms.id.round, terms.id.attempt
+        request = RoundRequest(*at, PARAMETERS, CLIPPING, terms.local, nobody, bytes(32))
         keys = ballot.roster(list(self.sites))
         about = request, self.price, self.enrolment, SECONDS
         collection = Collection(*about, ballot.id.nonce, keys)
@@ -284,7 +305,7 @@ class _Server:
         self._leave(name, Stage.AGREE)
         self.uploads.setdefault(name, []).append(masked.copy())
         collection = self.collected.collection
-        if collection.settle(name, PartialSum(name, 0, masked.view(np.int64), 0)):
+        if collection.settle(name, PartialSum(name, 0, masked.astype(np.int64), 0)):
             await collection.until_taken()
             return Receipt(accepted=True)
         return Receipt(accepted=False, reason="the round is over")

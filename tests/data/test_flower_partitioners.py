@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.data import UserStore, from_arrays, from_partitioner, redeal
+from fedpriv.data import from_partitioner
 from fedpriv.data.hugging_face import partitioner_named
 from fedpriv.errors import DataError, InvalidValueError
 
@@ -109,29 +109,6 @@ def test_a_partitioner_deals_once_and_a_set_format_does_not_matter():
     assert store.sizes.tolist() == [30, 30, 30, 30]
     with pytest.raises(InvalidValueError, match="only once"):
         from_partitioner(rows, partitioner, {"value": "value"})
-
-
-def test_rows_of_a_store_are_dealt_again():
-    x = np.random.default_rng(0).standard_normal((ROWS, 2, 3)).astype(np.float32)
-    store = from_arrays({"x": x, "y": LABELS}, WRITERS)
-    dealt = redeal(store, flower.PathologicalPartitioner(10, "y", 1, "deterministic"))
-    assert dealt.population == 10
-    for user in range(10):
-        mine = dealt.examples_of(user)
-        assert set(mine["y"]) == {user}
-        np.testing.assert_array_equal(mine["x"], store.fields["x"][store.fields["y"] == user])
-
-
-def test_rows_of_several_owners_are_not_dealt_again():
-    store = from_arrays({"y": np.arange(3)}, [["a", "b"], ["b"], ["a"]], owners=2)
-    with pytest.raises(DataError, match="rows have several owners"):
-        redeal(store, flower.IidPartitioner(2))
-
-
-def test_a_store_without_labels_cannot_be_dealt_again():
-    store = UserStore({"x": np.zeros((3, 2))}, np.array([0, 1, 3]))
-    with pytest.raises(DataError, match="no field of the store has one value per row"):
-        redeal(store, flower.IidPartitioner(2))
 
 
 def test_partitioners_by_name():

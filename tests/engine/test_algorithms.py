@@ -279,7 +279,7 @@ def recon(**others: float) -> FedRecon:
         (lambda: AdamW(0.1, epochs=1, beta2=1.0), "beta2 is 1.0"),
         (lambda: AdamW(0.1, epochs=1, weight_decay=-1.0), "weight_decay is -1.0"),
         (lambda: AdamW(0.1, epochs=1, epsilon=0.0), "epsilon of AdamW is 0.0"),
-        (lambda: Scaffold(0.1, steps=2, control_norm=0.0), "clipping_norm"),
+        (lambda: Scaffold(0.1, steps=2, control_norm=0.0), "control_norm is 0"),
         (lambda: Scaffold(0.1, steps=2, control_norm=1.0, control_share=1.0), "control_share is"),
         (lambda: Scaffold(0.1, steps=2, control_norm=1.0, control_rate=0.0), "control_rate is 0"),
         (lambda: Scaffold(0.1, steps=2, control_norm=1.0, batch_size=4), "batch_size is 4"),

@@ -20,10 +20,11 @@ from flwr.app import (
 
 from fedpriv.data.population import UserStore
 from fedpriv.errors import StoppedError, WorkerError
+from fedpriv.experiment.config import parse_config
 from fedpriv.flower import messages as flower_messages
 from fedpriv.flower.client_app import respond
 from fedpriv.flower.grid import GridTransport, introduced_workers
-from fedpriv.flower.messages import ShareSum, WorkerTask
+from fedpriv.flower.messages import ShareSum
 from fedpriv.privacy.round import PartialSum
 from fedpriv.training.request import RoundRequest, Transport
 from tests.engine.everyone import torch_threads
@@ -67,7 +68,14 @@ def introduced(grid: LocalGrid, workers: int, work: bytes) -> dict[int, int]:
 
 
 def crowd(loader: str = "tests.server.crowd:population", **options: object) -> bytes:
-    return pickle.dumps(WorkerTask(loader, options, TASK, "cpu", 32))
+    table = {
+        "name": "crowd",
+        "data": {"name": loader, "options": options},
+        "model": {"name": TASK.model, "options": dict(TASK.options)},
+        "privacy": {"epsilon": 1.0, "delta": 1e-3},
+        "engine": {"device": "cpu", "chunk_mebibytes": 32},
+    }
+    return pickle.dumps(parse_config(table, "crowd"))
 
 
 def nothing_of(request: RoundRequest) -> np.ndarray:

@@ -433,10 +433,10 @@ class TestOnUsers:
         for first in (1.0, -1.0):
             settings, prepared = [], module.on_population
 
-            def watched(config, run, *others, _s=settings, _p=prepared):
+            def watched(config, run, *others, _s=settings, _p=prepared, **named):
                 if run.startswith("trial-"):
-                    _s.append(others[2].local.learning_rate)
-                return _p(config, run, *others)
+                    _s.append(config.local.learning_rate)
+                return _p(config, run, *others, **named)
 
             scores = iter([first, 0.0, 0.0, 0.0])
             with monkeypatch.context() as patch:
@@ -567,7 +567,7 @@ def test_a_folder_that_holds_a_search_is_not_used_again(folder: Path) -> None:
         ({"clipping.norm": 3}, "space has 3 for clipping.norm"),
         ({"clipping.norm": "ab"}, "space has 'ab' for clipping.norm"),
         ({"clipping.norm": {0.5, 1.0}}, "for clipping.norm; it must be a pair"),
-        ({3: [1]}, "space has 3, which is no field"),
+        ({3: [1]}, "space has 3, which is no key"),
         (3, "space is of the type int"),
         ({"server.options.learning_rate": [StepDecay(1.0, 0.5, 2)]}, "must be numbers, text, true"),
         ({"clipping.norm": [0.5, {1}]}, "tune.space.clipping.norm has {1}"),
@@ -593,7 +593,7 @@ def test_ranges_are_pairs_and_all_other_values_are_lists(tmp_path: Path) -> None
 
 
 def test_python_refuses_what_is_no_setting(tmp_path: Path) -> None:
-    with pytest.raises(InvalidValueError, match=r"space has 'local\.nothing'"):
+    with pytest.raises(InvalidValueError, match=r"unknown key local\.nothing"):
         searched(tmp_path / "a", "public", space={"local.nothing": [1]})
     with pytest.raises(InvalidValueError, match="on is 'user'"):
         searched(tmp_path / "a", "user")

@@ -232,7 +232,7 @@ def test_a_server_that_drops_chosen_nodes_cuts_the_circle_only_in_a_sparser_grap
         monkeypatch.setattr(Graph, "of", lambda *_: Graph(degree, 5))
     pairs = {f"node-{number:02}": KeyPair.fresh() for number in range(36)}
     at = begun(pairs, SecureSum(36, 4, 2))
-    circle = [at.names[place] for place in parameters._shuffled(at.roster.digest, 36)]
+    circle = [at.names[place] for place in parameters._circle(at.roster.digest, 36)]
     victims, dropped = circle[3:5], (circle[0], circle[7])
     colluding = (*circle[1:3], *circle[5:7])
     honest = [name for name in at.names if name not in colluding]
@@ -420,7 +420,7 @@ def test_the_key_of_a_dropped_node_opens_its_messages_only_if_it_has_no_other(
     pairs = {name: KeyPair.fresh() for name in ("a", "b", "c", "d", "e")}
     if one_key:  # as if a node had one X25519 key for both purposes
         pairs = {
-            name: KeyPair(p.masking + p.masking + p.seed, p.public[32:64] + p.public[32:])
+            name: replace(p, sealing=p.masking, public=p.public[32:64] + p.public[32:])
             for name, p in pairs.items()
         }
     at = begun(pairs, SecureSum(5, 1, 1))
@@ -430,7 +430,7 @@ def test_the_key_of_a_dropped_node_opens_its_messages_only_if_it_has_no_other(
     masking = Coalition(at, frozenset(), opened)._restored["a", True]
     assert masking == pairs["a"].masking
     # The server relayed the messages of a. With that key in both places it reads them.
-    server = Participant(at.roster, "a", KeyPair(masking + masking + bytes(32), b""), at.secure, {})
+    server = Participant(at.roster, "a", KeyPair(b"", masking, masking, bytes(32)), at.secure, {})
     shares = {}
     for name in survivors:
         key = protocol._sealing_key(at.roster, server.pair, "a", name, sender=True)

@@ -16,7 +16,7 @@ from scipy import stats
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import SecureSum
-from fedpriv.secure_sums.parameters import MOST_COMPLETE, Graph, _shuffled, neighbours
+from fedpriv.secure_sums.parameters import MOST_COMPLETE, Graph, _circle, neighbours
 
 
 def is_connected(linked: Sequence[Iterable[int]], gone: set[int]) -> bool:
@@ -117,7 +117,7 @@ def test_links_are_mutual_and_follow_from_the_digest(
 def test_every_order_of_nodes_is_as_likely() -> None:
     """All 24 of four nodes, by a χ² test over digests."""
     digests = (sha256(number.to_bytes(4, "big")).digest() for number in range(4_800))
-    seen = Counter(tuple(_shuffled(digest, 4)) for digest in digests)
+    seen = Counter(tuple(_circle(digest, 4)) for digest in digests)
     assert set(seen) == {*permutations(range(4))}
     assert stats.chisquare([*seen.values()]).pvalue > 1e-6
 

@@ -14,7 +14,7 @@ from fedpriv.ledger.events import SecureSum
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.gaussian_mechanism import rounded_noise
 from fedpriv.privacy.layout import Layout, VectorGroup
-from fedpriv.privacy.noise import SeededEntropy, rounded_gaussian, words
+from fedpriv.privacy.noise import SeededEntropy, keystream, rounded_gaussian
 from fedpriv.secure_sums import protocol
 from fedpriv.secure_sums.parameters import Graph
 from fedpriv.secure_sums.protocol import (
@@ -46,16 +46,23 @@ PATTERNS = [  # n, t, d, how many patterns: 1,000 in all
 
 
 def run_round(
-    at: World, sharers: list[str], survivors: list[str], openers: list[str], seed: int
+    at: World,
+    sharers: list[str],
+    survivors: list[str],
+    openers: list[str],
+    seed: int,
+    dtype: type[np.signedinteger] = np.int64,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The total that the server gets, and the plain sum."""
-    totals = totals_of(survivors, 3, seed)
+    totals = totals_of(survivors, 3, seed, dtype)
     masked = {name: at.masked(name, totals[name], sharers) for name in survivors}
     uploads = [upload for upload, _ in masked.values()]
     uploaded = {name: state for name, (_, state) in masked.items()}
     opened = opened_by(uploaded, survivors, openers)
-    total = np.sum(uploads, axis=0, dtype=np.uint64)
+    assert {upload.dtype for upload in uploads} == {np.dtype(f"u{np.dtype(dtype).itemsize}")}
+    total = np.sum(uploads, axis=0, dtype=uploads[0].dtype)
     result = unmasked(total, at.roster, at.secure, sharers, survivors, opened)
+    assert result.dtype == dtype
     return result, np.sum([totals[name] for name in survivors], axis=0)
 
 
@@ -71,7 +78,8 @@ def test_total_is_the_plain_sum_whoever_drops_out(n: int, t: int, d: int, count:
         # How many are gone before shares are sealed, before the upload, and before shares open.
         gone = sorted(generator.randint(0, d) for _ in range(3))
         sharers, survivors, openers = (order[lost:] for lost in gone)
-        result, plain = run_round(at, sharers, survivors, openers, number)
+        dtype = (np.int32, np.int64)[number % 2]
+        result, plain = run_round(at, sharers, survivors, openers, number, dtype)
         np.testing.assert_array_equal(result, plain)
 
 
@@ -121,11 +129,12 @@ def test_a_lie_about_a_share_is_passed_over_or_named(dropped: bool) -> None:
         unmasked(total, at.roster, at.secure, names, survivors, opened)
 
 
-def test_upload_is_the_sum_of_plain_masks() -> None:
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_upload_is_the_sum_of_plain_masks(dtype: type[np.signedinteger]) -> None:
     """Blocks of several masks against whole masks, added one by one in Python's integers."""
     at = world(3, 1, 0)
-    dimension = protocol._BLOCK + 7
-    (total,) = totals_of(["any"], dimension, 0).values()
+    dimension, size = protocol._BLOCK + 7, np.dtype(dtype).itemsize
+    (total,) = totals_of(["any"], dimension, 0, dtype).values()
     sharers = at.names
     upload, _ = at.masked("node-001", total, sharers)
     pair = at.pairs["node-001"]
@@ -136,18 +145,24 @@ def test_upload_is_the_sum_of_plain_masks() -> None:
         )
         for other in ("node-000", "node-002")
     ]
-    own, before, after = (words(key, dimension).tolist() for key in (self_key, *keys))
+    own, before, after = (mask_of(key, dimension, size) for key in (self_key, *keys))
     plain = [
-        (a + b - c + d) % 2**64
+        (a + b - c + d) % 2 ** (8 * size)
         for a, b, c, d in zip(total.tolist(), own, before, after, strict=True)
     ]
     assert upload.tolist() == plain
 
 
-def test_an_upload_alone_looks_uniform() -> None:
+def mask_of(key: bytes, dimension: int, size: int) -> list[int]:
+    stream = keystream(key, size * dimension).tobytes()
+    return [int.from_bytes(stream[at : at + size], "little") for at in range(0, len(stream), size)]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_an_upload_alone_looks_uniform(dtype: type[np.signedinteger]) -> None:
     at = world(3, 1, 0)
-    upload, _ = at.masked("node-000", np.zeros(100_000, np.int64), at.names)
-    bits = np.unpackbits(upload.view(np.uint8)).reshape(-1, 64)
+    upload, _ = at.masked("node-000", np.zeros(100_000, dtype), at.names)
+    bits = np.unpackbits(upload.view(np.uint8)).reshape(100_000, -1)
     deviations = (bits.mean(axis=0) - 0.5) * 2 * np.sqrt(len(bits))
     assert np.abs(deviations).max() < 6.5  # standard deviations; 5e-9 false alarms of 64 bits
 
@@ -219,8 +234,13 @@ def test_bad_values_get_a_sentence() -> None:
         Participant.begin(at.roster, "node-000", pair, secure, bytes(1025))
     with pytest.raises(InvalidValueError, match="roster has 2 nodes; the round needs at least 3"):
         Participant.begin(Roster(BINDING, members[:2]), "node-000", pair, secure)
-    for total in (np.zeros(2), np.zeros((2, 2), np.int64), np.zeros(2, np.uint64)):
-        with pytest.raises(InvalidValueError, match="must be an int64 vector"):
+    for total in (
+        np.zeros(2),
+        np.zeros((2, 2), np.int64),
+        np.zeros(2, np.uint64),
+        np.zeros(2, np.int16),
+    ):
+        with pytest.raises(InvalidValueError, match="must be an int32 or int64 vector"):
             node.masked(total, at.names, at.sealed("node-000", at.names))
     twice = ["node-000", "node-000", "node-001"]
     with pytest.raises(InvalidValueError, match="names 3 of 3 nodes; it must name each only once"):

@@ -12,7 +12,7 @@ from fedpriv.ledger.events import SecureSum
 from fedpriv.secure_sums.protocol import KeyPair, Member, Participant, Roster, Uploaded
 
 BINDING = bytes(range(32))
-Vector = npt.NDArray[np.int64]
+Vector = npt.NDArray[np.signedinteger]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class World:
 
     def masked(
         self, node: str, total: Vector, sharers: Sequence[str]
-    ) -> tuple[npt.NDArray[np.uint64], Uploaded]:
+    ) -> tuple[npt.NDArray[np.unsignedinteger], Uploaded]:
         return self.nodes[node].masked(total, sharers, self.sealed(node, sharers))
 
 
@@ -60,10 +60,12 @@ def world(nodes: int, colluding: int, dropouts: int, which: int = 0) -> World:
     return begun(pairs, SecureSum(nodes, colluding, dropouts), bytes([which]) * 32)
 
 
-def totals_of(names: Iterable[str], dimension: int, seed: int) -> dict[str, Vector]:
-    """Sums of nodes, of up to 2^50 steps."""
-    generator = np.random.default_rng(seed)
-    return {name: generator.integers(-(2**50), 2**50, dimension) for name in names}
+def totals_of(
+    names: Iterable[str], dimension: int, seed: int, dtype: npt.DTypeLike = np.int64
+) -> dict[str, Vector]:
+    """Sums of nodes, the total of which fits for up to 2^13 nodes in 64 bits, 2^5 in 32."""
+    most, generator = 2 ** (50 if dtype == np.int64 else 26), np.random.default_rng(seed)
+    return {name: generator.integers(-most, most, dimension, dtype) for name in names}
 
 
 def sign(node: str, statement: bytes) -> bytes:

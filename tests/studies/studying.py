@@ -36,14 +36,14 @@ def study_file(folder: Path, **changes: object) -> Path:
     return path
 
 
-def result(study: Study, cell: Cell, **changes: object) -> RunResult:
+def result(study: Study, cell: Cell, folder: Path = Path(), **changes: object) -> RunResult:
     """A result of a run that was never run."""
     made = RunResult(
         arm=cell.arm.name,
         target_epsilon=cell.target.epsilon,
         delta=cell.target.delta,
         seed=cell.seed,
-        settings=study.digest_of(cell),
+        settings=study.digest_of(cell, folder),
         stop="all rounds were run",
         rounds=2,
         noise_multiplier=1.5,

@@ -73,7 +73,9 @@ def test_data_are_found_from_a_studys_file_and_a_study_may_be_moved(
     here.rename(there)
     moved = load_study(there / "out" / "deep" / "study.toml")
     assert moved.config_of(moved.cells[0]).data.options == {"train": str(there / "data" / "mnist")}
-    assert [*map(moved.digest_of, moved.cells)] == [*map(study.digest_of, study.cells)]
+    for before, after in zip(study.cells, moved.cells, strict=True):
+        assert moved.digest_of(after, there / "out") == study.digest_of(before, here / "out")
+        assert moved.digest_of(after, there / "out") != study.digest_of(before, there / "out")
 
 
 def test_a_path_in_an_arm_is_absolute(tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def test_a_file_and_values_say_the_same(text: str, local: LocalTraining) -> None
         ("learning_rate = -0.5", "local.learning_rate is -0.5"),
         (
             "learning_rate = { start = 1.0 }",
-            "local.learning_rate: schedule is None",
+            "local.learning_rate.schedule is ''",
         ),
         ('learning_rate = { schedule = "stepp" }', "schedule is 'stepp'"),
         ('algorithm = "adam"\nlearning_rate = 0.1', "did you mean 'adamw'"),
@@ -241,7 +241,7 @@ def test_a_file_and_values_say_the_same(text: str, local: LocalTraining) -> None
 )
 def test_a_file_that_is_wrong_is_refused_in_one_sentence(text: str, message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
-        experiment(text)
+        experiment(text).training()
 
 
 @pytest.mark.parametrize(
