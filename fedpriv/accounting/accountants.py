@@ -246,7 +246,7 @@ def _of_one_kind(pairs: Pairs) -> tuple[GaussianPair, Rounds, contour.Views] | N
             return None
     rounds = Counter[tuple[float, float]]()
     for pair, count in pairs.items():
-        rounds[pair.q, pair.z * kind.shift / cast(GaussianPair, pair).shift] += count
+        rounds[pair.q, pair.z * (kind.shift / cast(GaussianPair, pair).shift)] += count
     return kind, rounds, views
 
 
@@ -271,7 +271,7 @@ def _tightest(
             break
     else:
         low, up = composed({kind.at(q, z): n for (q, z), n in rounds.items()}, at)
-    return low * (1 - 2.0**-40), up  # for the rounding of `folded` and of noise
+    return low if rounds == settings else low * (1 - 2.0**-40), up  # for the rounding of `folded`
 
 
 # Factor of lower ends, since `compose` may take noise to be smaller by a part in 2³⁶.
