@@ -182,15 +182,15 @@ class MixtureLaw(LossLaw):
     def outputs(self, tail: float) -> tuple[float, float]:
         """Return an interval of x with at most `tail` of P and of Q on either side of it.
 
-        Each component of P has at most tail/n above the upper end. The interval contains the first
-        component above 0, even if all of these are rarer than the tail.
+        Each of n components of P above 0 has at most tail/(2n) above the upper end. The interval
+        contains the first of them, even if all are rarer than the tail.
         """
         tail = max(tail, _LEAST_TAIL)
         absent = -float(ndtri(min(0.5, tail / 2)))
-        share = tail / (2 * len(self.weights) * self.weights)
-        is_common = share < 1.0
-        ends = self.counts[is_common] - self.z * ndtri(np.maximum(share[is_common], _LEAST_TAIL))
-        first = float(self.counts[self.counts > 0][0])
+        positive = self.counts > 0
+        counts, share = self.counts[positive], tail / (2 * positive.sum() * self.weights[positive])
+        ends = counts[share < 1.0] - self.z * ndtri(np.maximum(share[share < 1.0], _LEAST_TAIL))
+        first = float(counts[0])
         return -self.z * absent, max(self.z * absent, float(ends.max(initial=first)))
 
     def _masses_of(self, low: Vector, high: Vector) -> Vector:
