@@ -15,10 +15,7 @@ def _option(text: str, *names: str, default: bool | str = False, **more: Any) ->
 
 Server = Annotated[str, _option("HOST:PORT of the server")]
 Certificates = Annotated[Path | None, _option("folder with ca.pem, node.pem and node.key")]
-Insecure = Annotated[
-    bool, _option("plain text without certificates; on loopback only", "--insecure", default=True)
-]
-NodeName = Annotated[str | None, _option("name of the node, with --insecure")]
+NodeName = Annotated[str | None, _option("without certificates, on loopback only: the node's name")]
 IdKey = Annotated[
     Path | None, _option("file of a key; users' ids are keyed hashes of the ids in the data")
 ]
@@ -38,7 +35,6 @@ def join(
     server: Server,
     users: Annotated[str, _option(_USERS, metavar="SOURCE")],
     certificates: Certificates = None,
-    insecure: Insecure = False,
     node: NodeName = None,
     id_key: IdKey = None,
     consent: Annotated[
@@ -46,11 +42,7 @@ def join(
     ] = None,
     verify_ledger: Annotated[
         bool,
-        _option(
-            "check the ledger, its ε and this node's draws before each round",
-            "--verify-ledger/--no-verify-ledger",
-            default=True,
-        ),
+        _option("check the ledger, its ε and this node's draws before each round", default=True),
     ] = True,
     state: Annotated[
         Path | None, _option("folder of the node's journal", default="in the home folder")
@@ -62,8 +54,7 @@ def join(
     device: Annotated[str, _option("where to train", default=True)] = "auto",
     memory: Annotated[
         # The system cannot represent limits that are much larger.
-        int | None,
-        _option("MiB that training may take", min=1, max=2**40 - 1, default=_HALF),
+        int | None, _option("MiB that training may take", min=1, max=2**40 - 1, default=_HALF)
     ] = None,
     activations: Annotated[
         str, _option("of the model while it trains: float32, tf32 or bfloat16", default=True)
@@ -80,25 +71,13 @@ def join(
     ] = LogFormat.TEXT,
 ) -> None:
     """Take part with the users whose data are on this machine, which their data never leave."""
-    _check_identity(certificates, node, insecure=insecure)
     configure(log_format, _LINES_PER_MINUTE)
     from fedpriv.clients import membership
     from fedpriv.clients.worker import HostSettings
 
     host = HostSettings(users, device, memory, activations, processes, id_key)
-    trusted = tuple(trust or ())
-    settings = membership.NodeSettings(
-        server,
-        host,
-        certificates,
-        node,
-        consent,
-        verify_ledger,
-        state,
-        trusted,
-        once,
-        _OWN_MEBIBYTES,
-    )
+    more = consent, verify_ledger, state, tuple(trust or ()), once, _OWN_MEBIBYTES
+    settings = membership.NodeSettings(server, host, certificates, node, *more)
     (membership.review if review else membership.join)(settings)
 
 
@@ -108,7 +87,6 @@ def status(
     ] = None,
     server: Annotated[str | None, _option("HOST:PORT of the server, as a node")] = None,
     certificates: Certificates = None,
-    insecure: Insecure = False,
     node: NodeName = None,
     as_json: Annotated[bool, _option("print one JSON object", "--json")] = False,
 ) -> None:
@@ -120,13 +98,12 @@ def status(
     if (folder is None) == (server is None):
         raise InvalidValueError("exactly one of FOLDER and --server must be given")
     if folder is not None:
-        if insecure or certificates is not None or node is not None:
-            raise InvalidValueError("a folder is read without --certificates, --insecure, --node")
+        if certificates is not None or node is not None:
+            raise InvalidValueError("a folder is read without --certificates and --node")
         from fedpriv.clients.status import show_sites
 
         show_sites(folder, as_json=as_json)
         return
-    _check_identity(certificates, node, insecure=insecure)
     from fedpriv.clients.connection import identity_of
     from fedpriv.clients.status import show_status
 
@@ -137,11 +114,9 @@ def model(
     server: Server,
     out: Annotated[Path, _option("file to write or replace, safetensors")],
     certificates: Certificates = None,
-    insecure: Insecure = False,
     node: NodeName = None,
 ) -> None:
     """Fetch the newest model that a server released, with its round and ε."""
-    _check_identity(certificates, node, insecure=insecure)
     from fedpriv.clients.connection import identity_of
     from fedpriv.clients.status import save_model
 
@@ -184,13 +159,3 @@ def id_key(file: Annotated[Path, typer.Argument(help="the file to write")]) -> N
 
     make_id_key(file)
     typer.echo(f"{file}: give it to the other sites by a safe way, and never to the server")
-
-
-def _check_identity(certificates: Path | None, node: str | None, *, insecure: bool) -> None:
-    certified = certificates is not None and node is None and not insecure
-    named = certificates is None and node is not None and insecure
-    if not (certified or named):
-        raise InvalidValueError(
-            "a node is known by --certificates DIR, or by --insecure with --node NAME; exactly one "
-            "of the two must be given"
-        )

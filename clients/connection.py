@@ -4,10 +4,9 @@ import asyncio
 import io
 import logging
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from datetime import datetime
 from itertools import chain
 from pathlib import Path
 from typing import Self, TypeVar
@@ -90,12 +89,8 @@ class Identity:
     node: str
     credentials: grpc.ChannelCredentials | None = field(default=None, repr=False)
     certificate: x509.Certificate | None = None
-    key: bytes | None = field(default=None, repr=False)  # of the certificate, in PEM
-
-    @property
-    def certificate_end(self) -> datetime | None:
-        """When the certificate expires."""
-        return None if self.certificate is None else self.certificate.not_valid_after_utc
+    key: bytes = field(default=b"", repr=False)  # of the certificate, in PEM
+    authorities: Sequence[x509.Certificate] = ()  # that issue certificates of servers and nodes
 
 
 def identity_of(certificates: Path | None, node: str | None) -> Identity:
@@ -104,16 +99,17 @@ def identity_of(certificates: Path | None, node: str | None) -> Identity:
     InvalidValueError: the files are unusable or do not fit together, or the name is invalid.
     """
     if (certificates is None) == (node is None):
-        arguments = f"certificates is {certificates} and node is {node!r}"
+        arguments = f"--certificates is {certificates} and --node is {node!r}"
         raise InvalidValueError(f"{arguments}; exactly one must be given")
     if certificates is None:
         return Identity(naming.check_node_name(str(node)))
-    ca, key = naming.read_file(certificates / "ca.pem"), naming.read_key(certificates / "node.key")
-    path = certificates / "node.pem"
+    ca, path = certificates / "ca.pem", certificates / "node.pem"
+    authorities, key = naming.load_authorities(ca), naming.read_key(certificates / "node.key")
     certificate = naming.load_certificate(path)
     naming.check_key(certificates / "node.key", key, certificate)
-    credentials = grpc.ssl_channel_credentials(ca, key, naming.read_file(path))
-    return Identity(naming.node_named(certificate, path), credentials, certificate, key)
+    credentials = grpc.ssl_channel_credentials(naming.read_file(ca), key, naming.read_file(path))
+    node = naming.node_named(certificate, path)
+    return Identity(node, credentials, certificate, key, authorities)
 
 
 def enrolled_as(certificates: Path) -> tuple[str, str]:
@@ -223,13 +219,14 @@ class FederationStub:
     async def upload(self, round_id: RoundId, answer: PartialSum | wire.Decline) -> Receipt:
         """Answer an offer, and return the server's receipt."""
         if isinstance(answer, wire.Decline):
-            return await self._upload(round_id, answer, {})
-        return await self._upload(round_id, *wire.sum_to_send(answer))
+            return await self._upload(wire.RoundAnswer(round_id, answer), {})
+        header, tensors = wire.sum_to_send(answer)
+        return await self._upload(wire.RoundAnswer(round_id, header), tensors)
 
     async def upload_masked(self, round_id: RoundId, masked: MaskedVector) -> Receipt:
         """Send a masked sum [D], and return the server's receipt."""
-        signed = masked.view(f"i{masked.itemsize}")
-        return await self._upload(round_id, wire.MaskedSum(), {wire.SUM: signed})
+        answer, signed = wire.RoundAnswer(round_id, wire.MaskedSum()), f"i{masked.itemsize}"
+        return await self._upload(answer, {wire.SUM: masked.view(signed)})
 
     async def exchange(self, step: wire.Step) -> wire.Step:
         """Take a step of a secure sum, and return the server's answer, once there is one."""
@@ -237,13 +234,8 @@ class FederationStub:
         data = await call(request.SerializeToString(), metadata=self.metadata)
         return wire.STEP.decode(wire.parse(pb.Step, data, wire.NODE_RECEIVES_BYTES))
 
-    async def _upload(
-        self,
-        round_id: RoundId,
-        content: wire.SummedUpdates | wire.MaskedSum | wire.Decline,
-        tensors: Tensors,
-    ) -> Receipt:
-        header = wire.encode_answer(wire.RoundAnswer(round_id, content))
+    async def _upload(self, answer: wire.RoundAnswer, tensors: Tensors) -> Receipt:
+        header = wire.encode_answer(answer)
         chunks = (pb.UploadPart(chunk=chunk) for chunk in wire.chunks(wire.pieces(tensors)))
         parts = (p.SerializeToString() for p in chain([pb.UploadPart(answer=header)], chunks))
         data = await self.channel.stream_unary(f"/{SERVICE}/Upload")(parts, metadata=self.metadata)

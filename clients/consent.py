@@ -79,14 +79,10 @@ class Consent(Section):
         )
 
     def objection_to_settings(self, welcome: Welcome, terms: Terms) -> str | None:
-        """Return why the node does not train by these settings, in one sentence, or None."""
+        """Return why the node does not train by these settings in this run, or None."""
         if self.tasks is None or (found := task_hash(welcome, terms)) in self.tasks:
-            return None
+            return _unlisted("run", terms.id.run, self.runs)
         return f"the task has the hash {found}; this node's consent does not name it"
-
-    def objection_to_run(self, run: str) -> str | None:
-        """Return why the node takes no part in a run of this name, in one sentence, or None."""
-        return _unlisted("run", run, self.runs)
 
     def objection_to_population(self, name: str, joined: Set[str]) -> str | None:
         """Return why the node takes no part in this population, in one sentence, or None.
@@ -226,19 +222,16 @@ def review_of(welcome: Welcome, terms: Terms) -> str:
         for node in welcome.nodes:
             name, certificate = one_line(node.name), node.fingerprint.hex()
             pinned.append(f"{name}, {node.users} users, certificate {certificate}")
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "Of the first round only, and limited by other keys of the consent:",
-            f"learning rate {terms.local.rate}, clipping norm {reach}, noise multiplier {noise},",
-            f"{sampling}, ε = {price.epsilon_after} at δ = {price.delta}",
-            "",
-            "To allow this task, put this line into the consent:",
-            f'tasks = ["{hashed}"]',
-            *pinned,
-        ]
-    )
+    lines += [
+        "",
+        "Of the first round only, and limited by other keys of the consent:",
+        f"learning rate {terms.local.rate}, clipping norm {reach}, noise multiplier {noise},",
+        f"{sampling}, ε = {price.epsilon_after} at δ = {price.delta}",
+        "",
+        "To allow this task, put this line into the consent:",
+        f'tasks = ["{hashed}"]',
+    ]
+    return "\n".join([*lines, *pinned])
 
 
 def misfit(welcome: Welcome, offer: Terms) -> str | None:

@@ -12,42 +12,34 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpriv import wire
 from fedpriv.errors import InvalidValueError, LedgerError
 from fedpriv.ledger import Head
 from fedpriv.ledger.database import Database, FileFormat
 from fedpriv.ledger.events import RoundEvent, Schedule
 from fedpriv.ledger.ledger import event_from, event_text
-from fedpriv.wire import RoundId, RoundOffer
 
 _SCHEMA = """
 CREATE TABLE answers (
-    population_name TEXT NOT NULL,
-    run TEXT NOT NULL,
-    round INTEGER NOT NULL,
-    attempt INTEGER NOT NULL,
-    event BLOB NOT NULL,
-    part INTEGER NOT NULL,
-    asked INTEGER NOT NULL,
-    charged INTEGER NOT NULL,
-    at TEXT NOT NULL,
+    population_name TEXT NOT NULL, run TEXT NOT NULL, round INTEGER NOT NULL,
+    attempt INTEGER NOT NULL, event BLOB NOT NULL, part INTEGER NOT NULL, asked INTEGER NOT NULL,
+    charged INTEGER NOT NULL, at TEXT NOT NULL,
     PRIMARY KEY (population_name, run, round, attempt)
 ) WITHOUT ROWID;
 CREATE INDEX answers_by_time ON answers (at);
 CREATE TABLE events (digest BLOB PRIMARY KEY, text TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE asked (
-    population_name TEXT NOT NULL,
-    run TEXT NOT NULL,
-    round INTEGER NOT NULL,
-    attempt INTEGER NOT NULL,
-    part INTEGER NOT NULL,
-    users BLOB NOT NULL,
+    population_name TEXT NOT NULL, run TEXT NOT NULL, round INTEGER NOT NULL,
+    attempt INTEGER NOT NULL, part INTEGER NOT NULL, users BLOB NOT NULL,
     PRIMARY KEY (population_name, run, round, attempt, part, users)
 ) WITHOUT ROWID;
 CREATE TABLE populations (name TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE equivocations (
+    population_name TEXT NOT NULL, run TEXT NOT NULL, attempt BLOB NOT NULL, shown BLOB NOT NULL,
+    other BLOB NOT NULL, PRIMARY KEY (population_name, run)
+) WITHOUT ROWID;
 CREATE TABLE ledgers (
-    ledger_id TEXT PRIMARY KEY,
-    population_name TEXT NOT NULL UNIQUE,
-    count INTEGER NOT NULL,
+    ledger_id TEXT PRIMARY KEY, population_name TEXT NOT NULL UNIQUE, count INTEGER NOT NULL,
     hash TEXT NOT NULL
 ) WITHOUT ROWID;
 """
@@ -124,7 +116,7 @@ class Journal:
     def record(
         self,
         population_name: str,
-        offer: RoundOffer,
+        offer: wire.RoundOffer,
         now: datetime,
         objection: Callable[[], str | None] = lambda: None,
     ) -> str | None:
@@ -158,7 +150,7 @@ class Journal:
             with _refusing(), self._database.transaction():
                 self._database.write("INSERT OR IGNORE INTO populations VALUES (?)", (name,))
 
-    def answered(self, population_name: str, attempt: RoundId) -> bool:
+    def answered(self, population_name: str, attempt: wire.RoundId) -> bool:
         """Return whether an offer of this attempt was recorded, under any nonce."""
         sql = "SELECT 1 FROM answers WHERE (population_name, run, round, attempt) = (?, ?, ?, ?)"
         key = attempt.run, attempt.round, attempt.attempt
@@ -177,10 +169,7 @@ class Journal:
         return int(self._read(sql, population_name)[0][0])
 
     def answers_since(self, moment: datetime) -> int:
-        """Return how many answers to all populations were recorded at this moment or later.
-
-        InvalidValueError: the moment has no time zone.
-        """
+        """Return how many answers to all populations were recorded at this moment or later."""
         (row,) = self._read("SELECT count(*) FROM answers WHERE at >= ?", _text(moment))
         return int(row[0])
 
@@ -213,6 +202,29 @@ class Journal:
             row = (*of_run, *key, part, users.astype("<i8").tobytes())
             self._database.write("INSERT OR IGNORE INTO asked VALUES (?, ?, ?, ?, ?, ?)", row)
             return True
+
+    def record_equivocation(
+        self,
+        population_name: str,
+        attempt: wire.RoundId,
+        shown: wire.SignedHead,
+        other: wire.Countersignature,
+    ) -> None:
+        """Record, once for a run, that the server signed two heads for one proposal of it.
+
+        The messages are kept as they were signed: `shown` to this node and `other` to another.
+        """
+        first, second = wire.ROUND_ID.encode(attempt), wire.HEAD.encode(shown)
+        messages = first, second, wire.COUNTERSIGNATURE.encode(other)
+        row = population_name, attempt.run, *(m.SerializeToString() for m in messages)
+        with _refusing(), self._database.transaction():
+            insert = "INSERT OR IGNORE INTO equivocations VALUES (?, ?, ?, ?, ?)"
+            self._database.write(insert, row)
+
+    def equivocated(self, population_name: str, run: str) -> bool:
+        """Return whether an equivocation of this run was recorded."""
+        sql = "SELECT 1 FROM equivocations WHERE (population_name, run) = (?, ?)"
+        return bool(self._read(sql, population_name, run))
 
     def remembered(self, population_name: str) -> Remembered:
         """Return all that the node remembers of a population, participations by run and round."""
@@ -271,6 +283,4 @@ def _refusing() -> Iterator[None]:
 
 
 def _text(moment: datetime) -> str:
-    if moment.tzinfo is None:
-        raise InvalidValueError(f"the moment {moment} has no time zone; it must have one")
     return moment.astimezone(UTC).isoformat(timespec="microseconds")

@@ -2,7 +2,7 @@
 
 The check detects a ledger that was set back, rewritten or replaced, a round without a charge or
 with a charge that differs from its offer, and an understated ε. It cannot detect a server that lies
-about its noise, or shows different ledgers to different nodes.
+about its noise.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+from cryptography import x509
 from numpy.typing import NDArray
 from scipy.special import betainc
 
@@ -34,16 +35,10 @@ from fedpriv.errors import (
     WireError,
 )
 from fedpriv.ledger import Head, events
-from fedpriv.ledger.events import (
-    NeighbouringRelation,
-    Randomness,
-    RoundEvent,
-    SamplingEvent,
-    SamplingPolicy,
-    Unit,
-)
 from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, SeriesBook, paid_events
 from fedpriv.wire import Proposal, RoundId, RoundOffer, Terms, Welcome
+from fedpriv.wire.naming import issued_by, node_named
+from fedpriv.wire.roster import binding_of, by_server, certificate_of
 
 # Errors for a ledger that cannot be believed.
 DISBELIEF = (UntrustedLedgerError, LedgerError, WireError)
@@ -52,8 +47,10 @@ _UNDERSTATED = 1e-6  # relative error of ε that is accepted
 _IMPROBABLE = 1e-9  # probability of the draws of an honest server that are refused
 _MOST_OUTSTANDING = 3  # sums of a node without a charge, over all runs of a population
 # Policies under which the server draws by chance, and users may be drawn in any number of rounds.
-_COINS = (SamplingPolicy.POISSON, SamplingPolicy.FIXED_SIZE, SamplingPolicy.BANDED_POISSON)
+_POLICY = events.SamplingPolicy
+_COINS = (_POLICY.POISSON, _POLICY.FIXED_SIZE, _POLICY.BANDED_POISSON)
 _DAY = timedelta(days=1)
+_TWO_LEDGERS = "the server has shown two ledgers in this run"
 _LONGEST_CHECK_SECONDS = 120.0
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -67,7 +64,7 @@ class Examined:
     delta: float
     # Of all charges, at delta, by the accountant `tight`; inf also if a charge was seeded.
     epsilon: float
-    relation: NeighbouringRelation  # under which all charges are priced
+    relation: events.NeighbouringRelation  # under which all charges are priced
 
 
 def examine(
@@ -215,11 +212,11 @@ def tail(asked: int, trials: int, mean: float) -> float:
     return float(betainc(asked, trials - asked + 1, min(1.0, mean / trials)))
 
 
-def _tosses_coins(event: RoundEvent) -> bool:
+def _tosses_coins(event: events.RoundEvent) -> bool:
     return event.sampling.policy in _COINS and event.secure_sum is None
 
 
-def _binade(sampling: SamplingEvent) -> int:
+def _binade(sampling: events.SamplingEvent) -> int:
     return math.frexp(sampling.sampling_probability)[1]
 
 
@@ -244,7 +241,7 @@ def price_with(examined: Examined, offer: Terms) -> float:
 
 
 def _unless_seeded(rows: Iterable[ChargedRow], loss: PrivacyLoss) -> float:
-    seeded = any(row.randomness is Randomness.SEEDED for row in rows)
+    seeded = any(row.randomness is events.Randomness.SEEDED for row in rows)
     return math.inf if seeded else loss.epsilon
 
 
@@ -263,7 +260,7 @@ def _fits(row: ChargedRow, part: TakenPart) -> bool:
     )
 
 
-def _kind(event: RoundEvent) -> tuple[object, ...]:
+def _kind(event: events.RoundEvent) -> tuple[object, ...]:
     """Return everything that determines the cost of an event, except z."""
     return replace(event.sampling, canaries=0), event.strategy, event.selection
 
@@ -287,6 +284,8 @@ def _check_offered_epsilon(examined: Examined, offer: Terms) -> None:
     """Raise UntrustedLedgerError if the offer omits charges of its run or understates ε."""
     stated, delta, least = offer.price.epsilon_after, offer.price.delta, float("inf")
     counted, rows = offer.price.charges, examined.ledger.rows
+    if offer.head is not None and not examined.ledger.contains(offer.head.head):
+        raise UntrustedLedgerError(f"the ledger does not contain the proposed {offer.head.head}")
     if counted > len(rows):
         raise UntrustedLedgerError(
             f"the offer counts {counted} charges; the ledger has {len(rows)}"
@@ -318,7 +317,7 @@ def _loss_with(rows: Iterable[ChargedRow], offer: Terms, delta: float) -> Privac
     return _loss(rows, delta, *more)
 
 
-def _loss(rows: Iterable[ChargedRow], delta: float, *more: RoundEvent) -> PrivacyLoss:
+def _loss(rows: Iterable[ChargedRow], delta: float, *more: events.RoundEvent) -> PrivacyLoss:
     try:
         loss = priced(events.merge_equal([*paid_events(rows), *more]), delta)
     except UnsupportedEventError as error:
@@ -330,7 +329,7 @@ def _loss(rows: Iterable[ChargedRow], delta: float, *more: RoundEvent) -> Privac
         raise UntrustedLedgerError(
             f"what the ledger charges has no ε: {type(error).__name__}"
         ) from error
-    if loss.unit is not Unit.USER:
+    if loss.unit is not events.Unit.USER:
         raise UntrustedLedgerError(
             f"the ledger charges for each {loss.unit}; its ε says nothing of users"
         )
@@ -450,6 +449,9 @@ class OfferPolicy:
         * With a verifier, no user takes part in more rounds of a series than were charged, or again
           too soon, and the node's users are not drawn more often than the charged sampling
           explains, no matter which positions the server assigns to users.
+        * If the server has a certificate, it signs the head of the ledger in each proposal, and the
+          node sends no sum if a node of the roster was shown another. Once that has happened, the
+          node takes no more part in the run, and its journal holds both signatures of the server.
         * The vote on a proposal of an honest server does not depend on users, draws or earlier
           answers. So what follows from these is said to offers only.
     """
@@ -458,6 +460,7 @@ class OfferPolicy:
     consent: Consent
     verifier: LedgerVerifier | None
     id_digests: NDArray[np.int64]  # of the node's users, in the order of their positions
+    authorities: Sequence[x509.Certificate] = ()  # none in plain text
     _agreed: tuple[Welcome, Proposal] | None = None
     _checking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -473,7 +476,7 @@ class OfferPolicy:
                 return objection
             # Before users are drawn: which populations the node belongs to is not secret.
             self.journal.remember_population(welcome.population_name)
-            self._agreed = (welcome, Proposal.of(proposal, proposal.price))
+            self._agreed = (welcome, proposal)
         # A node that consents to no sum at all must not make up the least number of nodes.
         return self.consent.objection_today(0)
 
@@ -500,6 +503,32 @@ class OfferPolicy:
                 return "users are drawn more often than the charged sampling probability explains"
         return self._objection_to_users(welcome, offer)
 
+    def countersigned(self, welcome: Welcome, offer: RoundOffer) -> dict[str, x509.Certificate]:
+        """Return the certificates of the roster's nodes, which were shown the same head, by name.
+
+        UntrustedLedgerError: a node was shown another head. InvalidValueError: a countersignature
+        is not of this attempt, or not by a certificate of the node.
+        """
+        name, attempt, certificates = welcome.population_name, offer.id, {}
+        for other in offer.roster:
+            binding = binding_of(name, attempt, offer.price.event, other.head)
+            certificate, node = certificate_of(other, binding), f"node {other.node!r}"
+            issued = not self.authorities or issued_by(self.authorities, certificate)
+            if not issued or node_named(certificate, node) != other.node:
+                raise InvalidValueError(f"{node} has not signed by a certificate of its own")
+            mine, theirs = offer.head, other.head
+            if mine != theirs:
+                signed = theirs and by_server(theirs, name, attempt, self.authorities)
+                if mine is None or theirs is None or not signed or mine.head == theirs.head:
+                    raise InvalidValueError(f"{node} has signed what nobody has proposed")
+                self.journal.record_equivocation(name, attempt, mine, other)
+                heads = mine.head, node, theirs.head
+                _log.error("two ledgers: the server shows this node %s and %s %s", *heads)
+                raise UntrustedLedgerError(_TWO_LEDGERS)
+            certificates[other.node] = certificate
+        _log.info("nodes that know this ledger: %.400s", ", ".join(certificates) or "none")
+        return certificates
+
     def record(self, welcome: Welcome, offer: RoundOffer) -> str | None:
         """Record that an offer is answered with a sum; return why it must not be, or None."""
         now, name = datetime.now(UTC), welcome.population_name
@@ -524,11 +553,7 @@ class OfferPolicy:
 
         So the node checks for itself that no user takes part more often than was charged.
         """
-        try:
-            series = None if self.verifier is None else self.verifier.series_of(offer)
-        except UntrustedLedgerError as error:
-            _log.error("the ledger cannot be believed: %.400s", error)
-            return "the ledger cannot be believed"
+        series = None if self.verifier is None else self.verifier.series_of(offer)
         if series is None:
             return None
         name, part = welcome.population_name, offer.price.part
@@ -541,10 +566,10 @@ class OfferPolicy:
 
     async def _objection_to_terms(self, welcome: Welcome, offer: Terms) -> str | None:
         if unfit := (
-            misfit(welcome, offer)
+            self._objection_to_head(welcome, offer)
+            or misfit(welcome, offer)
             or self.consent.objection_to_task(welcome)
             or self.consent.objection_to_settings(welcome, offer)
-            or self.consent.objection_to_run(offer.id.run)
             or self._objection_to_population(welcome)
             or self.consent.objection_to_nodes(welcome, offer)
         ):
@@ -564,6 +589,16 @@ class OfferPolicy:
             _log.info("after this round ε would be %.6g at δ = %g, for %s neighbours", *price)
         return self.consent.objection(offer, epsilon)
 
+    def _objection_to_head(self, welcome: Welcome, terms: Terms) -> str | None:
+        name, head = welcome.population_name, terms.head
+        if self.journal.equivocated(name, terms.id.run):
+            return _TWO_LEDGERS
+        if not self.authorities or (head is None and self.verifier is None):
+            return None
+        if head is None or not by_server(head, name, terms.id, self.authorities):
+            return "the server has not signed the head of its ledger"
+        return None
+
     async def examined(self, welcome: Welcome) -> Examined | None:
         """Check the ledger, if there is a verifier; errors as for `LedgerVerifier.examined`."""
         if self.verifier is None:
@@ -572,12 +607,6 @@ class OfferPolicy:
         async with self._checking:
             delta = self.consent.delta_for(welcome.population)
             return await self.verifier.examined(welcome, delta)
-
-    @property
-    def verified_head(self) -> Head | None:
-        """The newest head of the ledger that the node has verified."""
-        verified = self.verifier and self.verifier._verified
-        return verified.head if verified else None
 
     async def report(self, welcome: Welcome) -> None:
         """Check the ledger and log its ε, if there is a verifier; errors as `examined`."""

@@ -7,7 +7,6 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
@@ -24,13 +23,7 @@ from fedpriv.clients.consent import Consent, review_of, unlike
 from fedpriv.clients.journal import Journal
 from fedpriv.clients.ledger_check import DISBELIEF, LedgerVerifier, OfferPolicy
 from fedpriv.clients.secure import SecureSums
-from fedpriv.clients.worker import (
-    MEBIBYTE,
-    HostSettings,
-    Worker,
-    address_space,
-    limit_address_space,
-)
+from fedpriv.clients.worker import HostSettings, Worker, memory_limiter
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError, WireError
 from fedpriv.privacy.round import PartialSum
 from fedpriv.support.logs import expiry, trouble
@@ -41,9 +34,6 @@ _DAY_SECONDS = 86_400.0
 _LAST_CHECK_SECONDS = 60.0
 _LONGEST_VOTE_SECONDS = 10.0  # until a vote is sent
 _LEAST_MARGIN = 0.05  # share of an offer's time that is reserved for the upload
-# Of this process, for each component: the model, sums of 64 bits, and copies that are in transfer.
-_BYTES_PER_COMPONENT = 100
-_CORE_MEBIBYTES = 320
 _NO_MEMORY = "it takes more memory than the node may use"
 _LONGEST_REASON = 400  # characters; a reason may hold the name of a run
 _log = logging.getLogger(__name__)
@@ -95,7 +85,7 @@ def review(settings: NodeSettings) -> None:
 async def show_review(settings: NodeSettings) -> None:
     """Print a task for review like `review`, in a running event loop."""
     identity, failures = identity_of(settings.certificates, settings.node), 0
-    _limiter(settings.own_mebibytes)(0)
+    memory_limiter(settings.own_mebibytes)(0)
     worker = await Worker.start(settings.host)  # the server welcomes a node with its users only
     await worker.close()
     hello = Hello(identity.node, worker.loaded.users_sha256)
@@ -141,7 +131,7 @@ async def take_part(settings: NodeSettings) -> None:
     """Take part like `join`, in a running event loop, until the task is cancelled."""
     identity, backoff = identity_of(settings.certificates, settings.node), settings.backoff
     consent = Consent() if settings.consent is None else Consent.load(settings.consent)
-    allow = _limiter(settings.own_mebibytes)
+    allow = memory_limiter(settings.own_mebibytes)
     allow(0)
     folder = _state_folder(settings.state, identity.node)
     async with FederationStub.open(settings.server, identity) as server:
@@ -153,24 +143,15 @@ async def take_part(settings: NodeSettings) -> None:
                 _log.warning("%d of %d users count as zero: fedpriv enrol says why", *counts)
             try:
                 digests = np.frombuffer(worker.loaded.id_digests, "<i8")
-                policy = OfferPolicy(journal, consent, verifier, digests)
+                policy = OfferPolicy(journal, consent, verifier, digests, identity.authorities)
                 secure = SecureSums(server, worker, policy, identity, backoff)
                 handler = OfferHandler(server, worker, policy, backoff, secure)
                 hello = Hello(identity.node, worker.loaded.users_sha256)
-                end = identity.certificate_end
+                certificate = identity.certificate
+                end = None if certificate is None else certificate.not_valid_after_utc
                 await Membership(settings, hello, handler, end, allow).last()
             finally:
                 await worker.close()
-
-
-def _limiter(mebibytes: int | None) -> Callable[[int], None]:
-    """Return a function that limits this process's memory, given the components of a task."""
-    if mebibytes is None or sys.platform != "linux":
-        return lambda _: None
-    # Threads of gRPC, whose number follows the processors, reserve address space.
-    threads = _CORE_MEBIBYTES * (os.cpu_count() or 1)
-    base = address_space() + (mebibytes + threads) * MEBIBYTE
-    return lambda components: limit_address_space(base + _BYTES_PER_COMPONENT * components)
 
 
 def _state_folder(folder: Path | None, node: str) -> Path:
@@ -250,14 +231,14 @@ class OfferHandler:
 
     async def vote(self, welcome: Welcome, proposal: Proposal) -> Vote:
         """Return the node's vote on a round; it does not depend on users or earlier answers."""
-        key = None
+        signature = None
         try:
             objection = await self.policy.objection_to_proposal(welcome, proposal)
             objection = objection or self._unlike(proposal)
             if objection is None:
                 await self.worker.learn(proposal)
-                if proposal.price.event.secure_sum is not None:
-                    key = self.secure.key(welcome, proposal)
+                if proposal.price.event.secure_sum is not None or proposal.head is not None:
+                    signature = self.secure.countersignature(welcome, proposal)
         except ModelError as error:
             _log.error("users cannot train as the server proposes: %.400s", error)
             objection = "the node cannot train as proposed"
@@ -266,15 +247,21 @@ class OfferHandler:
             objection = "the node cannot check the proposal"
         except grpc.aio.AioRpcError as error:
             objection = f"the ledger cannot be fetched: {error.code().name}"
-        return Vote(proposal.id, (objection or "")[:_LONGEST_REASON], key)
+        return Vote(proposal.id, (objection or "")[:_LONGEST_REASON], signature)
 
     async def answer(self, welcome: Welcome, offer: RoundOffer, deadline: float) -> None:
-        """Answer an offer by its deadline, on the event loop's clock, and log the outcome."""
+        """Answer an offer, or take part in its secure sum, and log the outcome.
+
+        The deadline, on the event loop's clock, is that of the upload.
+        """
         name, loop = f"round {offer.id.round} of run {offer.id.run!r}", asyncio.get_running_loop()
-        began = loop.time()
+        began, secure = loop.time(), offer.price.event.secure_sum is not None
         with _logged(name):
-            async with asyncio.timeout_at(deadline):
-                answer = await self._answer(welcome, offer, deadline)
+            # The steps of a secure sum after the upload take a third of the time before it.
+            async with asyncio.timeout_at(deadline + secure * offer.seconds):
+                if (answer := await self._answer(welcome, offer, deadline)) is None:
+                    _log.info("%s: answered with a masked sum", name)
+                    return
                 receipt = await self._send(offer, answer)
                 if not receipt.accepted:  # so that the server does not wait for another answer
                     await self._send(offer, Decline("the answer was refused"))
@@ -288,20 +275,6 @@ class OfferHandler:
                     why = "all updates of the users are NaN, infinite or zero; look at their data"
                     _log.warning("%s: %s", name, why)
 
-    async def take_part(self, welcome: Welcome, offer: RoundOffer, deadline: float) -> None:
-        """Take part in a secure sum whose upload ends at the deadline, and log the outcome."""
-        name = f"round {offer.id.round} of run {offer.id.run!r}"
-        with _logged(name):
-            # The steps after the upload take a third of the time before it.
-            async with asyncio.timeout_at(deadline + offer.seconds):
-                objection = await self.policy.objection(welcome, offer) or self._unlike(offer)
-                if objection:
-                    _log.info("%s: declined: %s", name, objection)
-                    await self._send(offer, Decline(objection[:_LONGEST_REASON]))
-                    return
-                await self.secure.take_part(welcome, offer, deadline)
-            _log.info("%s: answered with a masked sum", name)
-
     def _unlike(self, terms: Terms) -> str | None:
         """Return why a round asks for tensors that the built task does not have, or None."""
         built = self.worker.built
@@ -312,15 +285,20 @@ class OfferHandler:
 
     async def _answer(
         self, welcome: Welcome, offer: RoundOffer, deadline: float
-    ) -> PartialSum | Decline:
+    ) -> PartialSum | Decline | None:
+        """Return the answer to send; None if the node has taken part in a secure sum."""
         try:
             objection = await self.policy.objection(welcome, offer) or self._unlike(offer)
             if objection is not None:
                 return Decline(objection[:_LONGEST_REASON])
+            if offer.price.event.secure_sum is not None:
+                await self.secure.take_part(welcome, offer, deadline)
+                return None
+            self.policy.countersigned(welcome, offer)
             answer = await self._trained(offer, deadline)
             if isinstance(answer, PartialSum) and (objection := self.policy.record(welcome, offer)):
                 return Decline(objection[:_LONGEST_REASON])
-        except (InvalidValueError, MemoryError) as error:
+        except (InvalidValueError, *DISBELIEF, MemoryError) as error:
             _log.error("the offer cannot be checked or recorded: %.400s", str(error) or _NO_MEMORY)
             return Decline("the node cannot check or record the offer")
         return answer
@@ -458,8 +436,8 @@ class Membership:
             await self._voting.begin(terms.id, partial(self._vote, welcome, terms, votes))
         else:
             deadline = asyncio.get_running_loop().time() + terms.seconds
-            take_part = self._handler.take_part if terms.roster else self._handler.answer
-            await self._work.begin(terms.id, partial(take_part, welcome, terms, deadline))
+            answer = partial(self._handler.answer, welcome, terms, deadline)
+            await self._work.begin(terms.id, answer)
 
     async def _vote(
         self, welcome: Welcome, proposal: Proposal, votes: "asyncio.Queue[Vote]"
@@ -523,27 +501,23 @@ class Membership:
         if built is not None:
             self._allow(built.parameters.dimension + built.statistics.dimension)
 
-    async def _report(self, welcome: Welcome) -> None:
+    async def _report(self, welcome: Welcome, seconds: float | None = None) -> None:
         try:
-            await self._handler.policy.report(welcome)
+            async with asyncio.timeout(seconds):
+                await self._handler.policy.report(welcome)
         except DISBELIEF as error:
+            if seconds is not None and self._settings.once:
+                raise  # a node that leaves fails, and one that stays logs it
             _log.error("the ledger cannot be believed: %.400s", error)
         except (InvalidValueError, MemoryError) as error:
             _log.error("the ledger cannot be checked: %.400s", str(error) or _NO_MEMORY)
+        except TimeoutError:
+            _log.warning("the ledger cannot be fetched: the server does not answer")
         except grpc.aio.AioRpcError as error:
             _log.warning("the ledger cannot be fetched: %s", error.code().name)
 
     async def _finish(self) -> None:
         await self._work.stop()
         _log.info("the run is over")
-        if self._prepared is None or not self._settings.verify_ledger:
-            return
-        # If the ledger cannot be believed, a node that leaves fails, and one that stays logs it.
-        report = self._handler.policy.report if self._settings.once else self._report
-        try:
-            async with asyncio.timeout(_LAST_CHECK_SECONDS):
-                await report(self._prepared)
-        except TimeoutError:
-            _log.warning("the ledger cannot be fetched: the server does not answer")
-        except grpc.aio.AioRpcError as error:
-            _log.warning("the ledger cannot be fetched: %s", error.code().name)
+        if self._prepared is not None and self._settings.verify_ledger:
+            await self._report(self._prepared, _LAST_CHECK_SECONDS)

@@ -11,21 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from cryptography import x509
 
 from fedpriv.clients.connection import Backoff, FederationStub, Identity, persist
 from fedpriv.clients.ledger_check import DISBELIEF, OfferPolicy
 from fedpriv.clients.worker import Worker
 from fedpriv.errors import FedprivError, InvalidValueError
-from fedpriv.ledger import Head
 from fedpriv.ledger.events import SecureSum
 from fedpriv.privacy.gaussian_mechanism import rounded_noise
 from fedpriv.privacy.sampling import drawn_users
 from fedpriv.secure_sums.parameters import Grid, SignedVector, share_stddevs
-from fedpriv.secure_sums.protocol import KeyPair, Participant, Uploaded, Verify
-from fedpriv.wire import NodeKey, Proposal, RoundOffer, Stage, Step, Welcome
+from fedpriv.secure_sums.protocol import KeyPair, Participant, Verify
+from fedpriv.wire import Countersignature, Proposal, RoundOffer, Stage, Step, Welcome
 from fedpriv.wire.naming import fingerprint_of, has_signed, signed
-from fedpriv.wire.roster import binding_of, certificate_of, roster_of, signed_key
+from fedpriv.wire.roster import binding_of, countersigned, roster_of
 
 _log = logging.getLogger(__name__)
 _LEAST_MARGIN = 0.05  # share of the time until the upload's deadline that is kept for the upload
@@ -57,17 +55,22 @@ class SecureSums:
     _pairs: dict[bytes, KeyPair] = field(default_factory=dict, repr=False)  # of the last vote
     _stated: str = ""  # the statement that was logged last
 
-    def key(self, welcome: Welcome, proposal: Proposal) -> NodeKey:
-        """Return a fresh signed key for a proposed attempt; InvalidValueError if it cannot sign."""
-        event, own = proposal.price.event, self.identity
-        if own.certificate is None or own.key is None:
-            raise InvalidValueError("the node has no certificate to sign its key with")
-        if (statement := str(event.secure_sum)) != self._stated:
-            self._stated = statement
-            _log.info("(ε, δ): %s", statement)
-        binding, pair = binding_of(welcome.population_name, proposal.id, event), KeyPair.fresh()
-        self._pairs = {binding: pair}
-        return signed_key(own.node, pair.public, binding, own.certificate, own.key)
+    def countersignature(self, welcome: Welcome, proposal: Proposal) -> Countersignature:
+        """Return this node's signature of a proposal, of a secure sum with a fresh key.
+
+        InvalidValueError: the node cannot sign.
+        """
+        event, own, public = proposal.price.event, self.identity, b""
+        if own.certificate is None:
+            raise InvalidValueError("the node has no certificate to sign its vote with")
+        binding = binding_of(welcome.population_name, proposal.id, event, proposal.head)
+        if event.secure_sum is not None:
+            if (statement := str(event.secure_sum)) != self._stated:
+                self._stated = statement
+                _log.info("(ε, δ): %s", statement)
+            self._pairs = {binding: KeyPair.fresh()}
+            public = self._pairs[binding].public
+        return countersigned(own.node, public, binding, own.certificate, own.key)
 
     async def take_part(self, welcome: Welcome, offer: RoundOffer, deadline: float) -> None:
         """Take part in an attempt; `deadline` is that of the upload, on the event loop's clock.
@@ -86,10 +89,10 @@ class SecureSums:
         if not receipt.accepted:
             raise VoidError(f"the server refuses the masked sum: {receipt.reason!r}")
         survivors = (await self._step(offer, Stage.AGREE)).nodes
-        signature = signed(self.identity.key or b"", uploaded.statement(survivors))
+        signature = signed(self.identity.key, uploaded.statement(survivors))
         quorum = await self._step(offer, Stage.SIGN, {self.identity.node: signature})
         shares = uploaded.opened(survivors, quorum.items, verify)
-        await self._check_charged(welcome, offer, uploaded)
+        await self._check_charged(welcome, offer)
         await persist(
             lambda: self.server.exchange(Step(offer.id, Stage.OPEN, (), shares)), self.backoff
         )
@@ -101,19 +104,16 @@ class SecureSums:
 
         VoidError: a node is not enrolled, or has not signed its key for this attempt.
         """
-        binding = binding_of(welcome.population_name, offer.id, offer.price.event)
+        binding = binding_of(welcome.population_name, offer.id, offer.price.event, offer.head)
         enrolled = {node.name: node.fingerprint.hex() for node in welcome.nodes}
-        certificates = dict[str, x509.Certificate]()
-        for key in offer.roster:
-            certificate = certificate_of(key, binding)
-            if enrolled.get(key.node) != fingerprint_of(certificate):
+        certificates = self.policy.countersigned(welcome, offer)
+        for node, certificate in certificates.items():
+            if enrolled.get(node) != fingerprint_of(certificate):
                 raise VoidError("the roster has a node that is not enrolled with its certificate")
-            certificates[key.node] = certificate
         if (pair := self._pairs.pop(binding, None)) is None:  # a key is for one roster
             raise VoidError("the node has no key of a vote on this attempt")
-        roster, head = roster_of(offer.roster, binding), self.policy.verified_head
-        note = f"{head.count}:{head.hash}".encode() if head else b""
-        mine = Participant.begin(roster, self.identity.node, pair, secure, note)
+        roster = roster_of(offer.roster, binding)
+        mine = Participant.begin(roster, self.identity.node, pair, secure)
 
         def verify(node: str, statement: bytes, signature: bytes) -> bool:
             certificate = certificates.get(node)
@@ -157,8 +157,8 @@ class SecureSums:
         noise = rounded_noise(lambda _: os.urandom(32), clipping, share_stddevs(event, nodes))
         return Grid.of(event, nodes).rounded(total + noise, clipping)
 
-    async def _check_charged(self, welcome: Welcome, offer: RoundOffer, uploaded: Uploaded) -> None:
-        """Raise VoidError unless the ledger has charged the attempt and neighbours know the same.
+    async def _check_charged(self, welcome: Welcome, offer: RoundOffer) -> None:
+        """Raise VoidError unless the ledger has charged the attempt.
 
         Without a verifier, the node believes that it has.
         """
@@ -173,11 +173,6 @@ class SecureSums:
         rows = [r for r in examined.ledger.rows if (r.run, r.round, r.attempt) == attempt]
         if [row.event for row in rows] != [offer.price.event]:
             raise VoidError("the ledger has not charged the attempt")
-        for note in filter(None, uploaded.notes.values()):
-            count, _, digest = note.decode("ascii", "replace").partition(":")
-            if not count.isdecimal() or not examined.ledger.contains(Head(int(count), digest)):
-                _log.error("another node was shown another ledger, or lies about the one it has")
-                raise VoidError("another node knows another ledger")
 
     async def _step(
         self, offer: RoundOffer, stage: Stage, items: Mapping[str, bytes] | None = None

@@ -17,21 +17,8 @@ import numpy as np
 import torch
 
 from fedpriv import errors
+from fedpriv.clients import worker
 from fedpriv.clients.users import enrolled_positions, hosted_users
-from fedpriv.clients.worker import (
-    MEBIBYTE,
-    Built,
-    HostSettings,
-    Learnt,
-    Loaded,
-    OneByOne,
-    Ready,
-    Timed,
-    address_space,
-    limit_address_space,
-    receive,
-    send,
-)
 from fedpriv.data.population import UserStore
 from fedpriv.engine.arithmetic import Activations, activations_named
 from fedpriv.engine.reading import users_for
@@ -40,7 +27,7 @@ from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError
 from fedpriv.experiment.build import build_task
 from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.layout import Layout, Tensors, flat
+from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import PartialSum, merge_sums
 from fedpriv.support.logs import silenced
 from fedpriv.training.request import LocalTraining, RoundRequest
@@ -55,10 +42,10 @@ class Host:
     """The users of a node, before it has a task."""
 
     users: UserStore
-    settings: HostSettings
+    settings: worker.HostSettings
 
     @classmethod
-    def of(cls, settings: HostSettings) -> "Host":
+    def of(cls, settings: worker.HostSettings) -> "Host":
         """Load the users; InvalidValueError if this machine lacks the device or activations.
 
         DataError: the users cannot be loaded.
@@ -67,11 +54,11 @@ class Host:
         return cls(hosted_users(settings.users, settings.id_key), settings)
 
     @property
-    def loaded(self) -> Loaded:
+    def loaded(self) -> worker.Loaded:
         """Number and digests of the users."""
         ids = sorted(self.users.id_of(user) for user in range(self.users.population))
         digests = (hashlib.sha256(user.encode()).digest()[:8] for user in ids)
-        return Loaded(len(ids), digest_of(ids), b"".join(digests), len(self.users.broken))
+        return worker.Loaded(len(ids), digest_of(ids), b"".join(digests), len(self.users.broken))
 
     def trainer(self, welcome: Welcome) -> "NodeTrainer":
         """Build the task of a welcome, and test it without the users' data.
@@ -84,23 +71,16 @@ class Host:
         blank = {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in users.fields.items()}
         check_task(task, blank)
         device, activations = machine_of(settings)
-        transport = InProcessTransport(
-            task,
-            users,
-            device,
-            chunk_memory_of(None, device),
-            hosted,
-            activations=activations,
-            processes=settings.processes,
-            limited=True,
-            timed=False,  # otherwise nodes could differ by rounding
-        )
+        place = users, device, chunk_memory_of(None, device), hosted
+        # It is not timed, because otherwise nodes could differ by rounding.
+        transport = InProcessTransport(task, *place, limited=True, timed=False)
+        transport = replace(transport, activations=activations, processes=settings.processes)
         single = UserStore(blank, np.array([0, 1]))
         _warm_up(replace(transport, users=single, hosted=None))
         return NodeTrainer(transport)
 
 
-def machine_of(settings: HostSettings) -> tuple[torch.device, Activations]:
+def machine_of(settings: worker.HostSettings) -> tuple[torch.device, Activations]:
     """Return the device and activations; InvalidValueError if this machine lacks them."""
     device = device_named(settings.device)
     return device, activations_named(settings.activations, device)
@@ -131,32 +111,22 @@ class NodeTrainer:
             raise InvalidValueError(sentence)
 
     @property
-    def built(self) -> Built:
+    def built(self) -> worker.Built:
         """Names and shapes of the task's tensors."""
         task = self.transport.task
-        return Built(Layout.of(task.parameters()), Layout.of(task.statistics()))
+        return worker.Built(Layout.of(task.parameters()), Layout.of(task.statistics()))
 
-    def learn(self, proposal: Proposal) -> Learnt:
+    def learn(self, proposal: Proposal) -> worker.Learnt:
         """Decide how users train in such rounds; ModelError or InvalidValueError if they cannot."""
         task, local = self.transport.task, proposal.local
         parameters = task.parameters()
-        request = RoundRequest(
-            run="",
-            round=0,
-            attempt=0,
-            parameters=parameters,
-            clipping=proposal.clipping,
-            local=local,
-            users=np.empty(0, np.int64),
-            local_key=bytes(32),
-            metrics=proposal.metrics,
-            statistics=task.statistics(),
-            control=parameters if local.control else {},
-        )
+        nobody, control = np.empty(0, np.int64), parameters if local.control else {}
+        terms = proposal.clipping, local, nobody, bytes(32), proposal.metrics
+        request = RoundRequest("", 0, 0, parameters, *terms, task.statistics(), control)
         self.transport.prepare(request)
-        return Learnt(pickle.dumps(self.transport.roads))
+        return worker.Learnt(pickle.dumps(self.transport.roads))
 
-    def recall(self, learnt: Learnt) -> None:
+    def recall(self, learnt: worker.Learnt) -> None:
         """Adopt the decisions that another process made for the same task."""
         if learnt.roads:
             self.transport.roads.update(pickle.loads(learnt.roads))
@@ -169,18 +139,12 @@ class NodeTrainer:
         sums = (ready.partial for ready in self.ready(request, seconds))
         return merge_sums("", sums, request.clipping.layout.dimension)
 
-    def ready(self, request: RoundRequest, seconds: float | None = None) -> Iterator[Ready]:
+    def ready(self, request: RoundRequest, seconds: float | None = None) -> Iterator[worker.Ready]:
         """Train the request's users like `answer`; yield the users and sum of each chunk.
 
-        InvalidValueError: the request's tensors do not fit the task. MemoryError or RuntimeError:
-        the process can no longer train.
+        The request's tensors must be those of the task (`consent.unlike`). MemoryError or
+        RuntimeError: the process can no longer train.
         """
-        task = self.transport.task
-        _check_shapes("parameters", request.parameters, task.parameters())
-        control = task.parameters() if request.local.control else {}
-        _check_shapes("control variates", request.control, control)
-        if request.statistics:
-            _check_shapes("running statistics", request.statistics, task.statistics())
         # If the node has one user, a log would reveal that it was drawn.
         only_user = self.transport.users.population == 1
         with silenced(logging.CRITICAL) if only_user else nullcontext():
@@ -188,14 +152,7 @@ class NodeTrainer:
                 if self.transport.device.type == "cuda":
                     # Raises if a kernel failed for one user, which breaks the process for all.
                     torch.cuda.synchronize(self.transport.device)
-                yield Ready(users, partial)
-
-
-def _check_shapes(what: str, tensors: Tensors, expected: Tensors) -> None:
-    received, wanted = ({(n, t.shape) for n, t in ts.items()} for ts in (tensors, expected))
-    if differing := sorted({name for name, _ in received ^ wanted}):
-        unlike = f"{what} {differing} of the round are missing, unknown or of another shape"
-        raise InvalidValueError(f"{unlike}; legal are those of the task")
+                yield worker.Ready(users, partial)
 
 
 def answer_messages(channel: BufferedRWPair) -> None:
@@ -206,11 +163,11 @@ def answer_messages(channel: BufferedRWPair) -> None:
     host: Host | None = None
     trainer: NodeTrainer | None = None
     while True:
-        message = receive(channel)
+        message = worker.receive(channel)
         answer: object = None
         try:
             match message:
-                case HostSettings():
+                case worker.HostSettings():
                     host = Host.of(message)
                     answer = host.loaded
                 case Welcome() if host is not None:
@@ -219,19 +176,22 @@ def answer_messages(channel: BufferedRWPair) -> None:
                     answer = trainer.built
                 case Proposal() if trainer is not None:
                     answer = trainer.learn(message)
-                case Learnt() if trainer is not None:
+                case worker.Learnt() if trainer is not None:
                     trainer.recall(message)
-                case Timed(request, seconds) if trainer is not None:
+                case worker.Train(request, float(seconds)) if trainer is not None:
                     for ready in trainer.ready(request, seconds):
-                        send(channel, ready)
-                case OneByOne(request) if trainer is not None:
+                        worker.send(channel, ready)
+                case worker.Train(request) if trainer is not None:
                     for user in np.split(request.users, len(request.users)):
-                        send(channel, Ready(user, trainer.answer(replace(request, users=user))))
+                        worker.send(
+                            channel,
+                            worker.Ready(user, trainer.answer(replace(request, users=user))),
+                        )
                 case _:
                     raise TypeError(f"a {type(message).__name__} has no answer yet")
         except FedprivError as error:
             answer = _plain(error)
-        send(channel, answer)
+        worker.send(channel, answer)
 
 
 def _plain(error: FedprivError) -> FedprivError:
@@ -243,7 +203,7 @@ def _plain(error: FedprivError) -> FedprivError:
 
 
 @contextmanager
-def _limited(settings: HostSettings) -> Iterator[None]:
+def _limited(settings: worker.HostSettings) -> Iterator[None]:
     """Limit address space while a model is built; then set the limit relative to its memory.
 
     By default the limit is half of the machine's memory, on Linux and on a CPU. CUDA maps devices'
@@ -254,7 +214,9 @@ def _limited(settings: HostSettings) -> Iterator[None]:
     """
     mebibytes, on_cpu = settings.memory_mebibytes, machine_of(settings)[0].type == "cpu"
     if mebibytes is None and on_cpu and sys.platform == "linux":
-        mebibytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (2 * MEBIBYTE)
+        mebibytes = (
+            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (2 * worker.MEBIBYTE)
+        )
     loading = _LOADING_MEBIBYTES + _THREAD_MEBIBYTES * torch.get_num_threads()
     _limit(mebibytes + loading if mebibytes is not None and on_cpu else None)
     try:
@@ -267,4 +229,6 @@ def _limited(settings: HostSettings) -> Iterator[None]:
 
 def _limit(mebibytes: int | None) -> None:
     """Let the address space of this process grow by at most so many MiB; None: no limit."""
-    limit_address_space(None if mebibytes is None else address_space() + mebibytes * MEBIBYTE)
+    worker.limit_address_space(
+        None if mebibytes is None else worker.address_space() + mebibytes * worker.MEBIBYTE
+    )

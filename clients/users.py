@@ -8,10 +8,8 @@ who the users of another site are.
 
 import hmac
 import logging
-import os
 import re
 import secrets
-import stat
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +26,7 @@ from fedpriv.data.population import Population, UserStore, plain_id
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.support.disk import writing
 from fedpriv.support.importing import call_imported, import_function, raised_at
-from fedpriv.wire.naming import check_user_id
+from fedpriv.wire.naming import check_user_id, read_key
 
 _log = logging.getLogger(__name__)
 
@@ -119,19 +117,13 @@ def make_id_key(path: Path) -> None:
     InvalidValueError: the file exists or cannot be written.
     """
     with writing(path):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(f"{secrets.token_hex(32)}\n")
+        path.touch(mode=0o600, exist_ok=False)
+        path.write_text(f"{secrets.token_hex(32)}\n", encoding="ascii")
 
 
 def _id_key(path: Path) -> bytes:
     """Return the key in a file; InvalidValueError if there is none, or others can read it."""
-    try:
-        mode, text = path.stat().st_mode, path.read_text(encoding="ascii", errors="replace")
-    except OSError as error:
-        raise InvalidValueError(f"{path} cannot be read: {error.strerror}") from error
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise InvalidValueError(f"{path} has mode {stat.S_IMODE(mode):04o}; it must be 0600")
+    text = read_key(path).decode("ascii", "replace")
     if not _KEY.fullmatch(text):
         raise InvalidValueError(f"{path} holds no key of `fedpriv id-key`, 64 hexadecimal digits")
     return bytes.fromhex(text)

@@ -8,8 +8,7 @@ The main process never imports torch; the training process holds the users' data
 | `Welcome`      | `Built`: the task can be trained                                               |
 | `Proposal`     | `Learnt`: users can train as such a round asks                                 |
 | `Learnt`       | None: the process has adopted the decisions of an earlier process              |
-| `Timed`        | `Ready`, any number of them; then None: all users of the request are done      |
-| `OneByOne`     | the same, one for each user in order                                           |
+| `Train`        | `Ready`, any number of them; then None: all users of the request are done      |
 
 The process may send a `FedprivError` instead of any answer, as its last one. Any other failure ends
 the training process.
@@ -48,6 +47,9 @@ from fedpriv.wire import Proposal, Welcome
 _FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM)
 _LONGEST_PREPARATION_SECONDS = 600.0
 MEBIBYTE = 2**20
+# Of the main process, for each component: the model, sums of 64 bits, and copies in transfer.
+_BYTES_PER_COMPONENT = 100
+_CORE_MEBIBYTES = 320
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 _log = logging.getLogger(__name__)
@@ -103,18 +105,11 @@ class Learnt:
 
 
 @dataclass(frozen=True)
-class Timed:
+class Train:
     """Train the users of a request; a user who takes longer than `seconds` counts as zero."""
 
     request: RoundRequest  # to users of the node only
-    seconds: float  # per user
-
-
-@dataclass(frozen=True)
-class OneByOne:
-    """Train the users of a request one after the other."""
-
-    request: RoundRequest  # to users of the node only
+    seconds: float | None  # per user; None: no limit, and users train one after the other
 
 
 def share_of(seconds: float, users: int) -> float:
@@ -143,6 +138,16 @@ def limit_address_space(most: int | None) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     soft = hard if most is None else most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def memory_limiter(mebibytes: int | None) -> Callable[[int], None]:
+    """Return a function that limits a node's main process, given the components of its task."""
+    if mebibytes is None or sys.platform != "linux":
+        return lambda _: None
+    # Threads of gRPC, whose number follows the processors, reserve address space.
+    threads = _CORE_MEBIBYTES * (os.cpu_count() or 1)
+    base = address_space() + (mebibytes + threads) * MEBIBYTE
+    return lambda components: limit_address_space(base + _BYTES_PER_COMPONENT * components)
 
 
 def send(channel: BufferedRWPair, value: object) -> None:
@@ -391,7 +396,7 @@ class Worker:
             except TimeoutError:
                 return total
             rest = replace(request, users=waiting)
-            answer = process.ask(Timed(rest, per_user) if together else OneByOne(rest))
+            answer = process.ask(Train(rest, per_user if together else None))
             try:
                 while True:
                     share = (deadline - loop.time()) / max(1, len(waiting))

@@ -20,8 +20,6 @@ from urllib.parse import unquote
 
 import grpc
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
-from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from fedpriv.errors import FedprivError, InvalidValueError, WireError
 from fedpriv.experiment.config import FederationSection
@@ -96,30 +94,14 @@ def by_certificate(certificates: EnrolledCertificates) -> Identify:
     return identify
 
 
-def peer_certificate(_context: Context) -> x509.Certificate | None:
-    """Return the certificate of an identified caller; None in plain text."""
-    certificate = _PEER.get().certificate
-    return x509.load_pem_x509_certificate(certificate) if certificate else None
-
-
-def certificate_end(context: Context) -> datetime | None:
-    """Return when the certificate of an identified caller expires; None in plain text."""
-    certificate = peer_certificate(context)
-    return None if certificate is None else certificate.not_valid_after_utc
-
-
 def by_declaration(_: bytes, metadata: Metadata) -> str:
     """Return the node that the caller claims to be; for plain text on one machine.
 
-    UnknownPeerError: the call names no node, several, or an invalid name.
+    UnknownPeerError: the call names no node, or an invalid name.
     """
-    names = [value for key, value in metadata if key == naming.NODE_KEY]
+    name = dict(metadata).get(naming.NODE_KEY, "")
     try:
-        if len(names) != 1:
-            raise InvalidValueError(
-                f"the call has {len(names)} metadata {naming.NODE_KEY}; one is needed"
-            )
-        return naming.check_node_name(unquote(str(names[0]), errors="strict"))
+        return naming.check_node_name(unquote(str(name), errors="strict"))
     except ValueError as error:
         raise UnknownPeerError(_UNAUTHENTICATED, str(error)) from error
 
@@ -131,7 +113,8 @@ class Endpoint:
     address: Address
     tls: ssl.SSLContext | None  # None: plain text
     identify: Identify
-    certificate_end: datetime | None = None  # of the server's certificate
+    certificate: x509.Certificate | None = None  # of the server
+    key: bytes = field(default=b"", repr=False)  # of the certificate, in PEM
 
 
 def endpoint_of(section: FederationSection, *, insecure: bool) -> Endpoint:
@@ -159,14 +142,16 @@ def endpoint_of(section: FederationSection, *, insecure: bool) -> Endpoint:
             "and server.key, as `fedpriv certs init` makes it, or --insecure be given"
         )
     certificates = EnrolledCertificates(Path(section.enrolment))
-    tls = tls_context(Path(section.certificates))
+    folder = Path(section.certificates)
+    tls = tls_context(folder)
     if not certificates.nodes():
         raise InvalidValueError(
             f"{section.enrolment} enrols no certificate; each node's table must have the key "
             "certificate, with the fingerprint that `fedpriv certs sign` prints"
         )
-    end = naming.load_certificate(Path(section.certificates) / "server.pem").not_valid_after_utc
-    return Endpoint(address, tls, by_certificate(certificates), end)
+    certificate = naming.load_certificate(folder / "server.pem")
+    key = naming.read_key(folder / "server.key")
+    return Endpoint(address, tls, by_certificate(certificates), certificate, key)
 
 
 def tls_context(folder: Path) -> ssl.SSLContext:
@@ -179,10 +164,12 @@ def tls_context(folder: Path) -> ssl.SSLContext:
     ca, certificate, key = [folder / n for n in ("ca.pem", "server.pem", "server.key")]
     authority, loaded = load_ca(ca), naming.load_certificate(certificate)
     naming.check_key(key, naming.read_key(key), loaded)
-    _check_for_servers(certificate, loaded)
-    try:
-        loaded.verify_directly_issued_by(authority)
-    except (*naming.MALFORMED, InvalidSignature):
+    if not naming.for_servers(loaded):
+        raise InvalidValueError(
+            f"{certificate} is not a certificate for a server (extended key usage serverAuth); "
+            "`fedpriv certs server` issues one"
+        )
+    if not naming.issued_by([authority], loaded):
         _log.warning(
             "%s is not issued by ca.pem beside it: nodes that trust that one cannot connect",
             certificate,
@@ -195,19 +182,6 @@ def tls_context(folder: Path) -> ssl.SSLContext:
     tls.load_cert_chain(certificate, key)
     tls.load_verify_locations(ca)
     return tls
-
-
-def _check_for_servers(path: Path, certificate: x509.Certificate) -> None:
-    """Refuse a node's certificate, which other nodes would not accept as a server's."""
-    try:
-        usage = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
-    except x509.ExtensionNotFound:
-        return  # valid for any usage
-    if not {ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE} & {*usage}:
-        raise InvalidValueError(
-            f"{path} is not a certificate for a server (extended key usage serverAuth); "
-            "`fedpriv certs server` issues one"
-        )
 
 
 class RateLimit:
@@ -265,6 +239,12 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
     def idle_seconds(self) -> float:
         """Return the seconds since the last call ended; 0 while a call is open."""
         return 0.0 if self._open else monotonic() - self._last_end
+
+    @staticmethod
+    def peer_certificate() -> x509.Certificate | None:
+        """Return the certificate of the caller that is being handled; None in plain text."""
+        certificate = _PEER.get().certificate
+        return x509.load_pem_x509_certificate(certificate) if certificate else None
 
     def known(self, certificate: bytes, metadata: Metadata = ()) -> str:
         """Return the node of a caller; UnknownPeerError, which the operator sees, if none."""
@@ -344,17 +324,12 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
             finally:
                 if node is not None:
                     self._last_end = monotonic()
-                    self._open[node] -= 1
-                    if not self._open[node]:
-                        del self._open[node]
+                    self._open -= Counter([node])  # keeps positive numbers only
 
         return checked
 
     async def _messages(
-        self,
-        messages: AsyncIterable[bytes],
-        peer: Peer,
-        parse: Callable[[bytes], object] | None,
+        self, messages: AsyncIterable[bytes], peer: Peer, parse: Callable[[bytes], object] | None
     ) -> AsyncGenerator[object, None]:
         # Unless it is closed, a stream that is not read to its end lives until garbage collection.
         async with aclosing(aiter(messages)) as received:  # type: ignore[type-var]

@@ -3,12 +3,13 @@
 import asyncio
 import queue
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import StrEnum
 from functools import cached_property
 from time import monotonic
+from typing import TypeVar
 
 from fedpriv import wire
 from fedpriv.errors import WireError
@@ -24,6 +25,10 @@ from fedpriv.training.request import RoundRequest
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire import naming
 
+_MOST_SIGNATURES = 32  # in an offer, about 2 KB each
+# Returns the head of the ledger, signed for a proposal; None in plain text.
+SignHead = Callable[[wire.RoundId], wire.SignedHead | None]
+Result = TypeVar("Result")
 _NOT_AWAITED = "the server is not waiting for an answer of this node"
 
 
@@ -63,15 +68,22 @@ def prices(
 
 
 def flaw_of(partial: PartialSum, drawn: int) -> tuple[Trouble, str] | None:
-    """Return a trouble with an accepted sum of a node, and its explanation, or None.
-
-    `drawn` is the number of users that were drawn at the node; of a masked sum it is 0.
-    """
+    """Return a trouble with the sum of a node with so many drawn users, and why, or None."""
     if partial.users and not partial.total.any():
         return Trouble.NOT_FINITE, "all updates of its users are NaN, infinite or zero"
     if partial.users < drawn:
         return Trouble.UNFINISHED, "training of some users failed or took too long"
     return None
+
+
+async def completed(work: Awaitable[Result]) -> Result:
+    """Return the result of work that is done even if this task is cancelled meanwhile."""
+    future = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait([future])
+        raise
 
 
 class End(StrEnum):
@@ -156,6 +168,17 @@ class Connections:
         """
         return None if node in self._open else self._left.get(node, self._began)
 
+    def seconds_left(self, waiting: Iterable[str], deadline: float, absent: float) -> float:
+        """Return how long to wait for nodes: until the deadline, or for `absent` after all left.
+
+        `deadline` is on the clock of `time.monotonic`; the result is 0 if nobody is waited for.
+        """
+        since = [self.away_since(node) for node in waiting]
+        departures = [time for time in since if time is not None]
+        if len(departures) == len(since):
+            deadline = min(deadline, max(departures) + absent) if departures else 0.0
+        return max(0.0, deadline - monotonic())
+
     def end_all(self, why: End) -> None:
         """End all present and future connections."""
         self._end = why
@@ -172,38 +195,39 @@ class Ballot:
     the same as if it had agreed, and zero satisfies every bound on a user's contribution.
     """
 
-    def __init__(self, terms: wire.Proposal) -> None:
-        self.terms = terms  # without the nonce
+    def __init__(self, terms: wire.Proposal, signed_head: SignHead = lambda _: None) -> None:
+        self.terms = terms  # without nonce and head
         self.id = replace(terms.id, nonce=secrets.randbits(64))
-        proposal = wire.PROPOSAL.encode(replace(terms, id=self.id))
+        self.head = signed_head(self.id)
+        proposal = wire.PROPOSAL.encode(replace(terms, id=self.id, head=self.head))
         self.message = pb.FromServer(proposal=proposal)  # to all nodes
-        self._objections: dict[str, str] = {}
-        self._keys: dict[str, wire.NodeKey] = {}  # of nodes that agree, for a secure sum
+        self._votes: dict[str, wire.Vote] = {}
 
     def count(self, node: str, vote: wire.Vote) -> None:
         """Record the newest vote of a node, unless it is on another proposal."""
         if vote.id == self.id:
-            self._objections[node] = vote.objection
-            if vote.key is not None:
-                self._keys[node] = vote.key
+            self._votes[node] = vote
 
-    def roster(self, connected: Sequence[str]) -> tuple[wire.NodeKey, ...]:
-        """Return the keys of the connected nodes that agree, sorted by name."""
-        agreed = sorted(node for node in connected if self.agrees(node) and node in self._keys)
-        return tuple(self._keys[node] for node in agreed)
+    def roster(self, connected: Sequence[str]) -> tuple[wire.Countersignature, ...]:
+        """Return the signatures of the connected nodes that agree, sorted by name.
 
-    def voted(self, node: str) -> bool:
-        """Return whether a node has voted."""
-        return node in self._objections
+        Unless the sum is secure, they only show nodes that others know the same ledger, so of many
+        nodes some are chosen by chance.
+        """
+        agreed = {n: self._votes[n].countersignature for n in connected if self.agrees(n)}
+        signed = sorted(node for node, signature in agreed.items() if signature)
+        if self.terms.price.event.secure_sum is None and len(signed) > _MOST_SIGNATURES:
+            signed = sorted(secrets.SystemRandom().sample(signed, _MOST_SIGNATURES))
+        return tuple(signature for node in signed if (signature := agreed[node]))
 
     def forget(self, node: str) -> None:
         """Discard the vote of a node, which is asked again."""
-        self._objections.pop(node, None)
+        self._votes.pop(node, None)
 
     def agrees(self, node: str) -> bool | None:
         """Return whether a node agrees; None if it has not voted."""
-        objection = self._objections.get(node)
-        return None if objection is None else not objection
+        vote = self._votes.get(node)
+        return None if vote is None else not vote.objection
 
 
 class Collection:
@@ -222,23 +246,24 @@ class Collection:
     def __init__(
         self,
         request: RoundRequest,
-        price: wire.Price,
+        ballot: Ballot,
+        roster: tuple[wire.Countersignature, ...],
         enrolment: Enrolment,
         seconds: float,
-        nonce: int | None = None,
-        roster: tuple[wire.NodeKey, ...] = (),
         *,
         fixed_length: bool = False,
     ) -> None:
-        self._model = wire.model_of(request)
-        # With a roster sums are masked, and the nodes draw their users themselves.
-        self.masked, manifest = bool(roster), wire.manifest_of(self._model)
-        nonce = secrets.randbits(64) if nonce is None else nonce
+        self._model, price = wire.model_of(request), ballot.terms.price
+        # Then the nodes of the roster draw their users themselves.
+        self.masked = price.event.secure_sum is not None
+        manifest, nonce = wire.manifest_of(self._model), ballot.id.nonce
         # To all drawn users; `offer_to` selects those of a node.
         offer = wire.RoundOffer.of(request, seconds, price, manifest, nonce, roster)
-        self.offer = replace(offer, fixed_length=fixed_length)
+        self.offer = replace(offer, fixed_length=fixed_length, head=ballot.head)
         # Node → its drawn users; secret.
-        self.drawn = {key.node: request.users for key in roster} or enrolment.drawn(request.users)
+        self.drawn = enrolment.drawn(request.users)
+        if self.masked:
+            self.drawn = {member.node: request.users for member in roster}
         self.deadline = monotonic() + seconds
         self.changed, self.over = asyncio.Event(), False
         self.results: queue.SimpleQueue[PartialSum | None] = queue.SimpleQueue()
@@ -295,18 +320,19 @@ class Collection:
             return content.tensors(dimension, grid.dtype)
         return content.tensors(dimension)
 
-    def check_sum(self, partial: PartialSum) -> None:
-        """Raise WireError for a sum that its users cannot have contributed.
+    def check_sum(self, partial: PartialSum) -> tuple[Trouble, str] | None:
+        """Return a flaw of a sum; WireError if its users cannot have contributed it.
 
         `add_up` would count such a sum as zero too, but would not inform node and operator.
         """
         if self.masked:  # then nothing is known about it
-            return
+            return None
         clipping, users, weight = self.offer.clipping, partial.users, partial.weight
         if weight > users * clipping.weight_cap:
             raise WireError("the sum claims more weight than its users can have")
         if not clipping.admits(partial.total, users, weight):
             raise WireError("the sum is longer than its users can make it, each clipped")
+        return flaw_of(partial, self.drawn[partial.node].size)
 
     def settle(self, node: str, partial: PartialSum | None) -> bool:
         """Accept a node's sum, or None for a node without one; return False if it is too late.
@@ -324,12 +350,7 @@ class Collection:
 
     async def until_taken(self) -> None:
         """Wait until the other thread has taken a sum, even if this task is cancelled meanwhile."""
-        taking = asyncio.ensure_future(self._taken.acquire())
-        try:
-            await asyncio.shield(taking)
-        except asyncio.CancelledError:
-            await asyncio.wait([taking])
-            raise
+        await completed(self._taken.acquire())
 
     def taken(self) -> None:
         """Report, from the other thread, that it has added the sum it last read from `results`."""
@@ -343,7 +364,7 @@ class Collection:
         """
         if fixed:
             return max(0.0, self.deadline - monotonic())
-        return seconds_left(self._waiting, self.deadline, connections, absent)
+        return connections.seconds_left(self._waiting, self.deadline, absent)
 
     def await_only(self, nodes: Iterable[str]) -> None:
         """Await no answer of other nodes any more."""
@@ -362,18 +383,3 @@ class Collection:
         while not self.results.empty():
             if self.results.get() is not None:
                 self._taken.release()
-
-
-def seconds_left(
-    waiting: Iterable[str], deadline: float, connections: Connections, absent: float
-) -> float:
-    """Return how long to wait for nodes: until the deadline, or for `absent` after all have left.
-
-    `deadline` is on the clock of `time.monotonic`; the result is 0 if nobody is waited for.
-    """
-    since = [connections.away_since(node) for node in waiting]
-    departures = [time for time in since if time is not None]
-    end = deadline
-    if len(departures) == len(since):
-        end = min(end, max(departures) + absent) if departures else 0.0
-    return max(0.0, end - monotonic())

@@ -7,13 +7,12 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
 
 from rich.console import Console
 from threadpoolctl import threadpool_limits
@@ -40,7 +39,7 @@ from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import Run, RunSetup
 from fedpriv.run.terminal import execute, released_text
 from fedpriv.server.authentication import Authentication, Endpoint, RateLimit, endpoint_of
-from fedpriv.server.collection import Collection, End, prices, seconds_left, welcomes
+from fedpriv.server.collection import Ballot, Collection, End, SignHead, prices, welcomes
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.exchange import UPLOADED, SecureCollection
 from fedpriv.server.monitoring import Metrics
@@ -56,7 +55,7 @@ from fedpriv.training.request import RoundRequest, Transport
 from fedpriv.training.rounds import OnRound, RoundResult, Stop, checkpoints, load_checkpoint
 from fedpriv.wire import Price, Proposal, RunState, enrolment_digest
 from fedpriv.wire.naming import Address
-from fedpriv.wire.roster import binding_of, roster_of
+from fedpriv.wire.roster import binding_of, roster_of, signed_head
 
 _log = logging.getLogger(__name__)
 _FAREWELL_SECONDS = 10.0  # the longest wait for nodes that read the ledger after the run
@@ -64,7 +63,6 @@ _IDLE_SECONDS = 1.0  # the wait ends after so long without a call
 _FIRST_PAUSE_SECONDS = 5.0  # for votes; doubled each time
 _LONGEST_PAUSE_SECONDS = 60.0
 _LATE_VOTES_SECONDS = 5.0  # the wait for other nodes' votes, once enough agree to a secure sum
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +72,7 @@ class GrpcTransport(Transport):
     listener: Listener
     price_of: Callable[[RoundRequest], Price]
     section: FederationSection  # only the times to wait, and `least_nodes`, are used
+    signed_head: SignHead = lambda _: None
     _stopping: threading.Event = field(default_factory=threading.Event)
 
     def stop(self) -> None:
@@ -102,11 +101,11 @@ class GrpcTransport(Transport):
             if len(service.connections) < least:
                 _log.info("waiting for %d nodes; %d connected", least, len(service.connections))
             self._wait_for_least(lambda: len(service.connections))
-            terms = Proposal.of(request, self.price_of(request))
-            self.listener.call(partial(service.propose, terms))
+            ballot = self._ballot(request)
+            self.listener.call(partial(service.propose, ballot))
             pause = min(2.0 * pause, _LONGEST_PAUSE_SECONDS, left)
             if self._wait_for_least(lambda: service.willing, pause):
-                if terms.price.event.secure_sum is not None:  # later votes come too late
+                if ballot.terms.price.event.secure_sum is not None:  # later votes come too late
                     self._wait_for_least(lambda: least - service.undecided, _LATE_VOTES_SECONDS)
                 return
             left -= pause
@@ -118,8 +117,9 @@ class GrpcTransport(Transport):
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         """Yield the sum of each node that answers in time; StoppedError after `stop`."""
-        price, listener, contributions = self.price_of(request), self.listener, 0
-        collection = listener.call(lambda: self._open(request, price))
+        listener, contributions = self.listener, 0
+        ballot = listener.service.ballot or self._ballot(request)
+        collection = listener.call(lambda: self._open(request, ballot))
         watch = asyncio.run_coroutine_threadsafe(self._watch(collection), listener.loop)
         try:
             while (partial := collection.results.get()) is not None:
@@ -142,18 +142,15 @@ class GrpcTransport(Transport):
         dropout: float,  # noqa: ARG002 - of simulated nodes
     ) -> Callable[[], OpenedSum | None]:
         """Collect the masked sum of the nodes that agreed to the round."""
-        price, listener, secure = self.price_of(request), self.listener, mechanism.secure_sum
+        listener, secure = self.listener, mechanism.secure_sum
         service = listener.service
 
-        def waited(work: Coroutine[None, None, Result]) -> Result:
-            return asyncio.run_coroutine_threadsafe(work, listener.loop).result()
-
-        collected = listener.call(lambda: self._open_masked(request, price, secure))
+        collected = listener.call(lambda: self._open_masked(request, secure))
         if collected is None:
             return lambda: None
         ready = False
         try:
-            ready = waited(collected.collect())
+            ready = listener.wait(collected.collect())
         finally:
             if not ready:
                 listener.call(service.close_round)
@@ -163,29 +160,32 @@ class GrpcTransport(Transport):
 
         def opened() -> OpenedSum | None:
             try:
-                return waited(collected.open()) if ready else None
+                return listener.wait(collected.open()) if ready else None
             finally:
                 listener.call(service.close_round)
 
         return opened
 
+    def _ballot(self, request: RoundRequest) -> Ballot:
+        return Ballot(Proposal.of(request, self.price_of(request)), self.signed_head)
+
     def _open_masked(
-        self, request: RoundRequest, price: Price, secure: SecureSum | None
+        self, request: RoundRequest, secure: SecureSum | None
     ) -> SecureCollection | None:
         """Offer the round to the nodes that agree; None if they are too few by now."""
         service, section = self.listener.service, self.section
         ballot, seconds = service.ballot, section.deadline_seconds
-        keys = () if ballot is None else ballot.roster(service.connections.nodes)
-        if ballot is None or secure is None or len(keys) < secure.nodes:
+        signatures = () if ballot is None else ballot.roster(service.connections.nodes)
+        if ballot is None or secure is None or len(signatures) < secure.nodes:
             return None
-        fixed, enrolment = section.fixed_length, service.enrolment
-        about = request, price, enrolment, UPLOADED * seconds
-        collection = Collection(*about, ballot.id.nonce, keys, fixed_length=fixed)
-        binding = binding_of(enrolment.population_id, ballot.id, price.event)
-        roster, watch = roster_of(keys, binding), partial(self._watch, collection)
+        fixed, enrolment, event = section.fixed_length, service.enrolment, ballot.terms.price.event
+        about = request, ballot, signatures, enrolment, UPLOADED * seconds
+        collection = Collection(*about, fixed_length=fixed)
+        binding = binding_of(enrolment.population_id, ballot.id, event, ballot.head)
+        roster, watch = roster_of(signatures, binding), partial(self._watch, collection)
 
         def left(nodes: Iterable[str], deadline: float) -> float:
-            return seconds_left(nodes, deadline, service.connections, section.absent_seconds)
+            return service.connections.seconds_left(nodes, deadline, section.absent_seconds)
 
         times = seconds, section.absent_seconds
         collected = SecureCollection(secure, roster, collection, watch, left, *times)
@@ -206,14 +206,16 @@ class GrpcTransport(Transport):
                         await service.arrivals.wait()
             return count() >= least
 
-        reached = asyncio.run_coroutine_threadsafe(enough(), self.listener.loop).result()
+        reached = self.listener.wait(enough())
         if self._stopping.is_set():
             raise StoppedError("the server was asked to stop; no cohort was drawn")
         return reached
 
-    def _open(self, request: RoundRequest, price: Price) -> Collection:
-        service = self.listener.service
-        collection = Collection(request, price, service.enrolment, self.section.deadline_seconds)
+    def _open(self, request: RoundRequest, ballot: Ballot) -> Collection:
+        service, seconds = self.listener.service, self.section.deadline_seconds
+        users = service.enrolment.users  # the name of a node of one user would show who is enrolled
+        roster = ballot.roster([n for n in service.connections.nodes if len(users[n]) > 1])
+        collection = Collection(request, ballot, roster, service.enrolment, seconds)
         service.open_round(collection)
         if self._stopping.is_set():
             collection.finish()
@@ -304,14 +306,22 @@ class _Server:
         # A copy, because evaluation puts tensors into the task's own model meanwhile.
         service.model = newest_model(self.setup.folder, experiment.task.apart())
         service.publish(epsilon=records.ledger.epsilon(records.budget))
-        service.sites.serves_until(self.endpoint.certificate_end)
+        if (certificate := self.endpoint.certificate) is not None:
+            service.sites.serves_until(certificate.not_valid_after_utc)
         enter(service.sites.kept(self.setup.folder))
         listener = enter(listening(service, self.endpoint.address, self.endpoint.tls))
         self._listeners.append(listener)
         price_of = prices(experiment.plan, records, experiment.entropy.randomness)
-        transport = GrpcTransport(listener, price_of, self.section)
+        transport = GrpcTransport(listener, price_of, self.section, self._signing(records.ledger))
         enter(_stop_signals(self.stop_requested, transport.stop))
         return transport
+
+    def _signing(self, ledger: Ledger) -> SignHead:
+        certificate, key = self.endpoint.certificate, self.endpoint.key
+        if certificate is None:
+            return lambda _: None
+        name = ledger.population_name
+        return lambda attempt: signed_head(name, attempt, ledger.head, certificate, key)
 
     def follow(self, experiment: Experiment, first: int, run: Callable[[OnRound], Run]) -> Run:
         """Print where the server listens, and run."""

@@ -69,17 +69,12 @@ class _Stream:
         await self._ready(self._loop.add_writer, self._loop.remove_writer)
 
     async def _ready(self, add: Callable[..., None], remove: Callable[[int], bool]) -> None:
-        ready, number = self._loop.create_future(), self.socket.fileno()
-        add(number, _settle, ready)
+        ready, number = asyncio.Event(), self.socket.fileno()
+        add(number, ready.set)
         try:
-            await ready
+            await ready.wait()
         finally:
             remove(number)
-
-
-def _settle(ready: "asyncio.Future[None]") -> None:
-    if not ready.done():
-        ready.set_result(None)
 
 
 class Front:

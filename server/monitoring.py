@@ -78,7 +78,7 @@ class Sites:
         """Record that an answer of a node was accepted."""
         self._update(node, answered=self._sites[node].answered + 1)
 
-    def serves_until(self, certificate_end: datetime | None) -> None:
+    def serves_until(self, certificate_end: datetime) -> None:
         """Record when the server's own certificate ends."""
         self._certificate_end = certificate_end
 

@@ -7,14 +7,14 @@ import resource
 import ssl
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol, Self, TypeVar
+from typing import Self, TypeAlias, TypeVar
 
 import grpc
 import numpy as np
@@ -25,15 +25,9 @@ from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.ledger import Head, PrivacyBudget
 from fedpriv.privacy.round import PartialSum
 from fedpriv.report.records import Trouble
-from fedpriv.server.authentication import (
-    NODE,
-    Authentication,
-    Context,
-    RefusedCallError,
-    certificate_end,
-    peer_certificate,
-)
-from fedpriv.server.collection import Ballot, Collection, Connection, Connections, End, flaw_of
+from fedpriv.secure_sums.protocol import PUBLIC_BYTES
+from fedpriv.server.authentication import NODE, Authentication, Context, RefusedCallError
+from fedpriv.server.collection import Ballot, Collection, Connection, Connections, End, completed
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.exchange import Exchange
 from fedpriv.server.front import Front, listening_sockets
@@ -81,14 +75,8 @@ _MOST_CONNECTIONS = 8192  # of any peers
 _FILES_OF_A_CONNECTION = 3  # of the front on both sides, and of gRPC
 _OTHER_FILES = 256  # reserved for the run's own files and everything else
 Kind = TypeVar("Kind", bound=Message)
+Stream: TypeAlias = AsyncGenerator[Kind, None]
 Result = TypeVar("Result")
-Sent_co = TypeVar("Sent_co", bound=Message, covariant=True)
-
-
-class CallMessages(Protocol[Sent_co]):
-    """The messages of a call, as gRPC passes them to a handler."""
-
-    def __aiter__(self) -> AsyncGenerator[Sent_co, None]: ...
 
 
 def status_at_start(plan: TrainingPlan, budget: PrivacyBudget, enrolment: Enrolment) -> wire.Status:
@@ -125,7 +113,9 @@ class Transfers:
         self._limits: dict[str, asyncio.Timeout] = {}
 
     @asynccontextmanager
-    async def newest(self, node: str, until: float | None = None) -> AsyncIterator[asyncio.Timeout]:
+    async def newest(
+        self, node: str, until: float | None = None
+    ) -> AsyncGenerator[asyncio.Timeout, None]:
         """End an older transfer of the node, and continue until a newer one begins.
 
         So a node that reconnects does not wait for the transfer of its lost connection. Yields the
@@ -143,7 +133,7 @@ class Transfers:
                     del self._limits[node]
 
     @asynccontextmanager
-    async def turn(self, node: str, until: float | None = None) -> AsyncIterator[None]:
+    async def turn(self, node: str, until: float | None = None) -> AsyncGenerator[None, None]:
         """Do as `newest`, but also wait for a place, and keep it for at most `seconds`."""
         async with self.newest(node, until), self.places, asyncio.timeout(self._seconds):
             yield
@@ -235,10 +225,10 @@ class Service:
         """Change the status that `get_status` returns."""
         self.status = self.published = replace(self.status, **changes)  # type: ignore[arg-type]
 
-    def propose(self, terms: wire.Proposal) -> None:
+    def propose(self, ballot: Ballot) -> None:
         """Ask all connected nodes to vote; if the terms are unchanged, only those that objected."""
-        if self.ballot is None or self.ballot.terms != terms:
-            self.ballot = Ballot(terms)
+        if self.ballot is None or self.ballot.terms != ballot.terms:
+            self.ballot = ballot
             voters = self.connections.nodes
         else:
             voters = tuple(n for n in self.connections.nodes if self.ballot.agrees(n) is False)
@@ -251,7 +241,7 @@ class Service:
     def undecided(self) -> int:
         """Number of connected nodes that have not voted on the proposal."""
         ballot = self.ballot
-        return sum(not ballot.voted(node) for node in self.connections.nodes) if ballot else 0
+        return sum(ballot.agrees(node) is None for node in self.connections.nodes) if ballot else 0
 
     @property
     def willing(self) -> int:
@@ -286,15 +276,16 @@ class Service:
         self._uploads.end_all()
         self.publish(state=wire.RunState.RELEASING)
 
-    async def connect(self, requests: CallMessages[pb.FromNode], context: Context) -> None:
+    async def connect(self, requests: Stream[pb.FromNode], context: Context) -> None:
         """Welcome a node, then exchange proposals, votes and offers until the connection ends."""
-        async with aclosing(aiter(requests)) as messages:
+        async with aclosing(requests) as messages:
             node = NODE.get()
             async with asyncio.timeout(self.limits.seconds):
                 self._check_hello(node, (await anext(messages, pb.FromNode())).hello)
             self.authentication.check(context)  # before this connection replaces another
             connection = self.connections.connect(node)
-            self.sites.came(node, certificate_end(context))
+            certificate = self.authentication.peer_certificate()
+            self.sites.came(node, certificate.not_valid_after_utc if certificate else None)
             _log.info("connected: %s", node)
             votes = asyncio.create_task(self._take_votes(node, connection, messages, context))
             try:
@@ -335,15 +326,11 @@ class Service:
                     await send(pb.FromServer(offer=wire.OFFER.encode(message)))
 
     async def _take_votes(
-        self,
-        node: str,
-        connection: Connection,
-        messages: AsyncIterator[pb.FromNode],
-        context: Context,
+        self, node: str, connection: Connection, messages: Stream[pb.FromNode], context: Context
     ) -> None:
         async for message in messages:
             self.authentication.check(context)
-            vote = self._checked_key(node, wire.VOTE.decode(message.vote), context)
+            vote = self._checked(node, wire.VOTE.decode(message.vote))
             if not connection.votes_due:
                 raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, "a vote on no proposal")
             connection.votes_due -= 1
@@ -352,20 +339,22 @@ class Service:
                 self.arrivals.set()
             self._report(node, vote)
 
-    def _checked_key(self, node: str, vote: wire.Vote, context: Context) -> wire.Vote:
-        """Return a vote, as an objection if its key is missing or would make others refuse it."""
-        if self.ballot is None or vote.objection or vote.id != self.ballot.id:
+    def _checked(self, node: str, vote: wire.Vote) -> wire.Vote:
+        """Return a vote, as an objection unless others will take its countersignature."""
+        ballot = self.ballot
+        if ballot is None or vote.objection or vote.id != ballot.id:
             return vote
-        event = self.ballot.terms.price.event
-        if event.secure_sum is None:
-            return replace(vote, key=None)
-        binding, own = binding_of(self.enrolment.population_id, vote.id, event), vote.key
-        certificate = peer_certificate(context)
-        try:
-            valid = own and own.node == node and certificate_of(own, binding) == certificate
-        except InvalidValueError:
-            valid = False
-        return vote if valid else replace(vote, objection="the key is not signed by the node")
+        event, own = ballot.terms.price.event, vote.countersignature
+        if event.secure_sum is None and ballot.head is None:
+            return replace(vote, countersignature=None)
+        binding = binding_of(self.enrolment.population_id, vote.id, event, ballot.head)
+        expected = node, PUBLIC_BYTES if event.secure_sum else 0
+        certificate = self.authentication.peer_certificate()
+        if own is not None and (own.node, len(own.key)) == expected:
+            with suppress(InvalidValueError):
+                if certificate_of(own, binding) == certificate:
+                    return replace(vote, countersignature=replace(own, head=ballot.head))
+        return replace(vote, objection="the vote is not signed by the node")
 
     def _report(self, node: str, vote: wire.Vote) -> None:
         """Log each objection once. All nodes vote, so the line may name a node of one user."""
@@ -396,7 +385,7 @@ class Service:
             for chunk in collection.model_chunks:
                 await self._send(chunk, context)
 
-    async def upload(self, parts: CallMessages[pb.UploadPart], context: Context) -> pb.Receipt:
+    async def upload(self, parts: Stream[pb.UploadPart], context: Context) -> pb.Receipt:
         """Receive a node's answer to the present round; return a receipt, with a reason to refuse.
 
         A malformed answer is final: the node's users count as zero. After a transfer that took too
@@ -407,7 +396,7 @@ class Service:
             return wire.RECEIPT.encode(wire.Receipt(accepted=False, reason="no round is collected"))
         # Unless it is closed, a stream that is not read to its end lives until garbage collection,
         # and a connection may have only a few streams.
-        async with aclosing(aiter(parts)) as received:
+        async with aclosing(parts) as received:
             try:
                 refusal = await self._refusal(node, received, collection, context)
             except TimeoutError:
@@ -423,11 +412,7 @@ class Service:
         return wire.RECEIPT.encode(wire.Receipt(accepted=not refusal, reason=refusal))
 
     async def _refusal(
-        self,
-        node: str,
-        parts: AsyncIterator[pb.UploadPart],
-        collection: Collection,
-        context: Context,
+        self, node: str, parts: Stream[pb.UploadPart], collection: Collection, context: Context
     ) -> str:
         """Receive an answer; return why it is not accepted, or "" if it is."""
         async with self._uploads.newest(node, collection.deadline) as limit:
@@ -463,7 +448,7 @@ class Service:
         self,
         node: str,
         content: wire.SummedUpdates | wire.MaskedSum,
-        parts: AsyncIterator[pb.UploadPart],
+        parts: Stream[pb.UploadPart],
         collection: Collection,
     ) -> tuple[PartialSum, tuple[Trouble, str] | None]:
         """Receive and check the sum of an answer; return it and its flaw, if any."""
@@ -476,15 +461,9 @@ class Service:
             partial = PartialSum(
                 node, content.users, total.astype(np.int64, copy=False), content.weight
             )
-            collection.check_sum(partial)
-            return partial, flaw_of(partial, collection.drawn[node].size)
+            return partial, collection.check_sum(partial)
 
-        work = asyncio.ensure_future(asyncio.to_thread(finished))
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            await asyncio.gather(work, return_exceptions=True)  # the thread holds memory until then
-            raise
+        return await completed(asyncio.to_thread(finished))  # it holds memory until it ends
 
     async def exchange_step(self, request: pb.Step, context: Context) -> pb.Step:
         """Record a node's step of a secure sum, and answer when the step ends."""
@@ -543,6 +522,10 @@ class Listener:
     address: Address  # with the port in use
     service: Service  # used in the event loop only
     loop: asyncio.AbstractEventLoop
+
+    def wait(self, work: Coroutine[None, None, Result]) -> Result:
+        """Run a coroutine on the event loop, and wait for its result."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def call(self, function: Callable[[], Result]) -> Result:
         """Run a function on the event loop, and wait for its result."""
@@ -641,9 +624,7 @@ def _generic_handler(service: Service) -> grpc.GenericRpcHandler:
     """
 
     def reading(
-        kind: type[Kind],
-        method: Callable[[Kind, Context], Awaitable[object]],
-        most: int = _SMALL,
+        kind: type[Kind], method: Callable[[Kind, Context], Awaitable[object]], most: int = _SMALL
     ) -> Callable[[bytes, Context], Awaitable[object]]:
         async def read(data: bytes, context: Context) -> object:
             return await method(parse(kind, data, most), context)

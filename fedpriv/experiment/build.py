@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -186,16 +186,7 @@ def on_population(
     enrolled = digest_of_users(population.users.user_ids)
     classes = population.public_classes if method.task.targets == "y" else ()
     experiment = replace(experiment, enrolled=enrolled).naming(classes)
-    if copies := population.copies:
-        experiment.notes.append(
-            f"{SIMULATION_ONLY}: {copies} held-out rows are also rows of users, so figures flatter "
-            "the model, and users' rows are taken to be public: hold out rows of other people"
-        )
-    if population.classes and not population.classes_given:
-        experiment.notes.append(
-            "classes are numbered by the labels of all users, so that one user with another label "
-            "would number them anew, which ε does not cover: give classes=[...], a public list"
-        )
+    experiment.notes.extend(_notes_on(population))
     drawn, store = experiment.plan.sampling.event(), population.users
     if (k := drawn.examples_per_user) is not None:
         store = in_places(store, k)
@@ -215,6 +206,19 @@ def on_population(
         most_rows=1 if k is not None or mechanism.unit is Unit.EXAMPLE else mechanism.microbatch,
         roads={} if roads is None else roads.of(config, method.task if method else None),
     )
+
+
+def _notes_on(population: Population) -> Iterator[str]:
+    if copies := population.copies:
+        yield (
+            f"{SIMULATION_ONLY}: {copies} held-out rows are also rows of users, so figures flatter "
+            "the model, and users' rows are taken to be public: hold out rows of other people"
+        )
+    if population.classes and not population.classes_given:
+        yield (
+            "classes are numbered by the labels of all users, so that one user with another label "
+            "would number them anew, which ε does not cover: give classes=[...], a public list"
+        )
 
 
 def _projected(method: Method, config: Config) -> Method:
@@ -506,8 +510,7 @@ def _audited(config: Config, mechanism: Mechanism, sampling: Sampling) -> Sampli
 
 def _check_personal(method: Method) -> None:
     """Refuse settings that do not fit personal parameters, or their absence."""
-    local, personal = method.local, method.task.personal
-    kind = type(local).__name__
+    local, personal, kind = method.local, method.task.personal, type(method.local).__name__
     if isinstance(local, FedRecon) and not personal:
         raise InvalidValueError(
             f"local training is {kind} and the task has no personal parameters; model.personal, "
@@ -570,17 +573,16 @@ def _calibrated(
 ) -> Mechanism:
     """Return the mechanism with the least noise within the budget, unless its noise is given."""
     epsilon, budget = mechanism.epsilon, mechanism.budget
-    delta = budget.delta
     if mechanism.noise_multiplier is not None or epsilon is None:
         return mechanism
     if not budget.admits(spent):
         raise InvalidValueError(
             f"the ledger and evaluations bring ε to {epsilon_up(budget.epsilon_of(spent))} at "
-            f"delta {delta} without a round; privacy.epsilon is {epsilon} and must be larger, or "
-            "federated_evaluation.noise_multiplier must be"
+            f"delta {budget.delta} without a round; privacy.epsilon is {epsilon} and must be "
+            "larger, or federated_evaluation.noise_multiplier must be"
         )
     return mechanism.calibrate(
-        epsilon=epsilon, delta=delta, rounds=rounds, users=users, spent=spent
+        epsilon=epsilon, delta=budget.delta, rounds=rounds, users=users, spent=spent
     )
 
 

@@ -145,7 +145,7 @@ def _two_rows(config: Config, task: Task) -> dict[str, Tensor]:
     if config.federation is None or config.data is not None:
         rows = few_rows(population_of(config))
     else:
-        rows = held_out_rows(config, config.federation)
+        rows, _ = held_out_rows(config, config.federation)
     if not rows:
         raise InvalidValueError(
             "there is no row to try the model on; federation.held_out must name some"

@@ -162,7 +162,7 @@ class RunSetup:
                 "local.max_examples is absent; on nodes it must be given, since a user with very "
                 "many examples would take the time of all other users of its node"
             )
-        (held_out, classes), users = _held_out(self.config, section), len(user_ids)
+        (held_out, classes), users = held_out_rows(self.config, section), len(user_ids)
         if HELD_OUT_USER in held_out:
             check_not_enrolled(held_out[HELD_OUT_USER], user_ids)
         experiment = build(self.config, self.run, population, users, held_out, self.spent)
@@ -290,13 +290,11 @@ def _resolved_plan(experiment: Experiment, folder: Path) -> str:
     return head + tomli_w.dumps(for_folder(folder, table))
 
 
-def held_out_rows(config: Config, section: FederationSection) -> HeldOut:
-    """Return rows of no enrolled user, of `federation.held_out` or else `data`, if it is given."""
-    return _held_out(config, section)[0]
+def held_out_rows(config: Config, section: FederationSection) -> tuple[HeldOut, tuple[str, ...]]:
+    """Return rows of no enrolled user, and the public names of their classes.
 
-
-def _held_out(config: Config, section: FederationSection) -> tuple[HeldOut, tuple[str, ...]]:
-    """Return `held_out_rows`, and the public names of their classes."""
+    They are those of `federation.held_out`, or else of `data`, if it is given.
+    """
     if section.held_out is None:
         population = config.data and load_population(config.data.name, config.data.options)
         return (population.test, population.public_classes) if population else ({}, ())
@@ -560,6 +558,16 @@ class _Models:
             model = released_model(experiment.task, self.checkpoint.state, *about)
             with_room(lambda: write_atomically(self._folder.best, model))
 
+    def write_mean(self, state: ServerState) -> dict[str, Any]:
+        """Write the mean of the last models, if there is one yet, and return its figures."""
+        if not state.mean:
+            return {}
+        averaged = replace(state, parameters=state.mean, statistics={})
+        about, experiment = self._folder.results(), self._experiment
+        model = released_model(experiment.task, averaged, about, experiment.classes)
+        with_room(lambda: write_atomically(self._folder.mean, model))
+        return _measured(experiment, state.mean)
+
 
 def _settle(experiment: Experiment, state: ServerState, records: PrivacyRecords) -> None:
     """Charge the round and the query that a killed run had drawn, if the budget allows each."""
@@ -601,12 +609,7 @@ def _ended(
     model = released_model(experiment.task, state, results, experiment.classes)
     with_room(lambda: write_atomically(folder.model, model))
     models.write_best()
-    mean = dict[str, Any]()
-    if state.mean:
-        mean = _measured(experiment, state.mean)
-        averaged = replace(state, parameters=state.mean, statistics={})
-        model = released_model(experiment.task, averaged, results, experiment.classes)
-        with_room(lambda: write_atomically(folder.mean, model))
+    mean = models.write_mean(state)
     if plan.sampling.rounds > 1 and not records.ledger.open_series(plan.run):
         with_room(lambda: records.participation.forget_series(plan.run))  # of a killed run
     # Canaries take part in rounds, not in the queries between them.

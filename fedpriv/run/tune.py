@@ -361,6 +361,8 @@ class _Search:
                 raise InvalidValueError(f"tune.space has {key}, which no trial may change")
             if values == []:
                 raise InvalidValueError(f"tune.space.{key} is empty; it must have a value")
+            for value in values if isinstance(values, list) else ():
+                _check_writable(key, value)
             self.configured({key: values[0] if isinstance(values, list) else values.low})
         return space
 

@@ -57,7 +57,6 @@ MaskedVector = npt.NDArray[np.unsignedinteger]  # uint32 or uint64
 Verify = Callable[[str, bytes, bytes], bool]  # node, statement, signature
 
 PUBLIC_BYTES = 96  # sealing key, masking key, hash of the seed of the self-mask
-MOST_NOTE_BYTES = 1 << 10
 _PRIME = 2**256 + 297  # of the field of shares
 _SECRET_BYTES, _SHARE_BYTES, _NONCE_BYTES = 32, 33, 12
 _BLOCK = 1 << 15  # numbers of a mask that are added at once; they fit in a core's cache
@@ -223,21 +222,16 @@ class Participant:
     node: str
     pair: KeyPair
     secure: SecureSum
-    sealed: Mapping[str, bytes]  # by neighbour: two shares and the note, for its eyes only
+    sealed: Mapping[str, bytes]  # by neighbour: two shares, for its eyes only
 
     @classmethod
-    def begin(
-        cls, roster: Roster, node: str, pair: KeyPair, secure: SecureSum, note: bytes = b""
-    ) -> Self:
+    def begin(cls, roster: Roster, node: str, pair: KeyPair, secure: SecureSum) -> Self:
         """Share both secrets with the neighbours, any τ of whom can restore them.
 
-        The note, of at most 1 KiB, is for the neighbours to read. Raises InvalidValueError for a
-        roster that lacks the node with this key or has too few nodes.
+        Raises InvalidValueError for a roster that lacks the node with this key, or is too short.
         """
         mine = f"the roster has another key of node {node!r}; it must be the node's own"
         require(roster.member(node).key == pair.public, mine)
-        size = f"the note has {len(note)} bytes; it must have at most {MOST_NOTE_BYTES}"
-        require(len(note) <= MOST_NOTE_BYTES, size)
         linked = roster.neighbours_of(node, secure)
         threshold = Graph.of(len(roster.members), secure).threshold
         points = [roster.index(neighbour) + 1 for neighbour in linked]
@@ -246,8 +240,7 @@ class Participant:
         for neighbour, *shares in zip(linked, *both, strict=True):
             key = _sealing_key(roster, pair, node, neighbour, sender=True)
             nonce = secrets.token_bytes(_NONCE_BYTES)
-            text = b"".join(shares) + note
-            sealed[neighbour] = nonce + AESGCM(key).encrypt(nonce, text, None)
+            sealed[neighbour] = nonce + AESGCM(key).encrypt(nonce, b"".join(shares), None)
         return cls(roster, node, pair, secure, sealed)
 
     def masked(
@@ -277,12 +270,8 @@ class Participant:
             (added if self.node < name else subtracted).append(key)
         masked = total.astype(f"u{total.itemsize}")
         _add_masks(masked, added, subtracted)
-        cut = 2 * _SHARE_BYTES
-        shares = {
-            name: (text[:_SHARE_BYTES], text[_SHARE_BYTES:cut]) for name, text in texts.items()
-        }
-        notes = {name: text[cut:] for name, text in texts.items()}
-        return masked, Uploaded(self.roster, self.node, self.secure, listed, notes, shares)
+        shares = {name: (text[:_SHARE_BYTES], text[_SHARE_BYTES:]) for name, text in texts.items()}
+        return masked, Uploaded(self.roster, self.node, self.secure, listed, shares)
 
     def _text(self, sender: str, message: bytes) -> bytes:
         """Open a neighbour's message."""
@@ -294,12 +283,8 @@ class Participant:
             problem = f"the message of node {sender!r} to {self.node!r} cannot be opened"
             limit = "it must be sealed for this roster"
             raise InvalidValueError(f"{problem}; {limit}") from error
-        size = len(text) - 2 * _SHARE_BYTES
-        limit = f"it must hold two shares and a note of at most {MOST_NOTE_BYTES}"
-        require(
-            0 <= size <= MOST_NOTE_BYTES,
-            f"the message of node {sender!r} has {len(text)} bytes; {limit}",
-        )
+        problem = f"the message of node {sender!r} has {len(text)} bytes; it must hold two shares"
+        require(len(text) == 2 * _SHARE_BYTES, problem)
         return text
 
 
@@ -311,7 +296,6 @@ class Uploaded:
     node: str
     secure: SecureSum
     sharers: tuple[str, ...]  # that its masks are for
-    notes: Mapping[str, bytes]  # by neighbour
     # By neighbour: its share of the masking key and of the seed.
     shares: Mapping[str, tuple[bytes, bytes]] = field(repr=False)
 

@@ -126,43 +126,59 @@ class RoundId(_message.Message):
     def __init__(self, run: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., nonce: _Optional[int] = ...) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("id", "clipping", "local", "metrics", "price")
+    __slots__ = ("id", "clipping", "local", "metrics", "price", "head")
     ID_FIELD_NUMBER: _ClassVar[int]
     CLIPPING_FIELD_NUMBER: _ClassVar[int]
     LOCAL_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     PRICE_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
     id: RoundId
     clipping: Clipping
     local: LocalTraining
     metrics: _containers.RepeatedCompositeFieldContainer[Metric]
     price: Price
-    def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., clipping: _Optional[_Union[Clipping, _Mapping]] = ..., local: _Optional[_Union[LocalTraining, _Mapping]] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., price: _Optional[_Union[Price, _Mapping]] = ...) -> None: ...
+    head: SignedHead
+    def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., clipping: _Optional[_Union[Clipping, _Mapping]] = ..., local: _Optional[_Union[LocalTraining, _Mapping]] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., price: _Optional[_Union[Price, _Mapping]] = ..., head: _Optional[_Union[SignedHead, _Mapping]] = ...) -> None: ...
+
+class SignedHead(_message.Message):
+    __slots__ = ("count", "hash", "certificate", "signature")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    hash: str
+    certificate: bytes
+    signature: bytes
+    def __init__(self, count: _Optional[int] = ..., hash: _Optional[str] = ..., certificate: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Vote(_message.Message):
-    __slots__ = ("id", "objection", "key")
+    __slots__ = ("id", "objection", "countersignature")
     ID_FIELD_NUMBER: _ClassVar[int]
     OBJECTION_FIELD_NUMBER: _ClassVar[int]
-    KEY_FIELD_NUMBER: _ClassVar[int]
+    COUNTERSIGNATURE_FIELD_NUMBER: _ClassVar[int]
     id: RoundId
     objection: str
-    key: NodeKey
-    def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., objection: _Optional[str] = ..., key: _Optional[_Union[NodeKey, _Mapping]] = ...) -> None: ...
+    countersignature: Countersignature
+    def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., objection: _Optional[str] = ..., countersignature: _Optional[_Union[Countersignature, _Mapping]] = ...) -> None: ...
 
-class NodeKey(_message.Message):
-    __slots__ = ("node", "key", "certificate", "signature")
+class Countersignature(_message.Message):
+    __slots__ = ("node", "key", "certificate", "signature", "head")
     NODE_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
     node: str
     key: bytes
     certificate: bytes
     signature: bytes
-    def __init__(self, node: _Optional[str] = ..., key: _Optional[bytes] = ..., certificate: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+    head: SignedHead
+    def __init__(self, node: _Optional[str] = ..., key: _Optional[bytes] = ..., certificate: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., head: _Optional[_Union[SignedHead, _Mapping]] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("id", "seconds", "users", "clipping", "local", "metrics", "local_key", "price", "model", "roster", "fixed_length")
+    __slots__ = ("id", "seconds", "users", "clipping", "local", "metrics", "local_key", "price", "model", "roster", "fixed_length", "head")
     ID_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     USERS_FIELD_NUMBER: _ClassVar[int]
@@ -174,6 +190,7 @@ class Offer(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ROSTER_FIELD_NUMBER: _ClassVar[int]
     FIXED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
     id: RoundId
     seconds: float
     users: _containers.RepeatedScalarFieldContainer[int]
@@ -183,9 +200,10 @@ class Offer(_message.Message):
     local_key: bytes
     price: Price
     model: Tensors
-    roster: _containers.RepeatedCompositeFieldContainer[NodeKey]
+    roster: _containers.RepeatedCompositeFieldContainer[Countersignature]
     fixed_length: bool
-    def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., seconds: _Optional[float] = ..., users: _Optional[_Iterable[int]] = ..., clipping: _Optional[_Union[Clipping, _Mapping]] = ..., local: _Optional[_Union[LocalTraining, _Mapping]] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., local_key: _Optional[bytes] = ..., price: _Optional[_Union[Price, _Mapping]] = ..., model: _Optional[_Union[Tensors, _Mapping]] = ..., roster: _Optional[_Iterable[_Union[NodeKey, _Mapping]]] = ..., fixed_length: bool = ...) -> None: ...
+    head: SignedHead
+    def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., seconds: _Optional[float] = ..., users: _Optional[_Iterable[int]] = ..., clipping: _Optional[_Union[Clipping, _Mapping]] = ..., local: _Optional[_Union[LocalTraining, _Mapping]] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., local_key: _Optional[bytes] = ..., price: _Optional[_Union[Price, _Mapping]] = ..., model: _Optional[_Union[Tensors, _Mapping]] = ..., roster: _Optional[_Iterable[_Union[Countersignature, _Mapping]]] = ..., fixed_length: bool = ..., head: _Optional[_Union[SignedHead, _Mapping]] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("id", "stage", "nodes", "items")

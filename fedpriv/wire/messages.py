@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError, WireError, known_names
+from fedpriv.ledger import Head
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import event_from, event_text
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, Indicator
@@ -29,16 +30,7 @@ from fedpriv.training.local import ALGORITHMS
 from fedpriv.training.request import CONTROL_PREFIX, LocalTraining, RoundRequest
 from fedpriv.wire import codec
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.codec import (
-    MAX_USERS,
-    Checked,
-    Codec,
-    FieldCodec,
-    FieldCodecs,
-    Legal,
-    below,
-    list_of,
-)
+from fedpriv.wire.codec import Checked, Codec, FieldCodec, FieldCodecs, Legal, below, list_of
 from fedpriv.wire.tensors import FLOAT32, INT32, INT64, LAYOUT, MANIFEST, SHAPE, Manifest, Number
 
 VERSION = 1  # of the protocol
@@ -57,6 +49,8 @@ Positions = npt.NDArray[np.int64]
 Name = Annotated[str, codec.length(1, codec.MAX_NAME)]
 Text = Annotated[str, codec.length(0, codec.MAX_NAME)]
 Bytes32 = Annotated[bytes, codec.length(32, 32)]
+Certificate = Annotated[bytes, codec.length(1, 2**13)]  # in DER
+Signature = Annotated[bytes, codec.length(1, 2**11)]
 UInt32 = Annotated[int, below(32)]
 Signed = Annotated[int, Legal(lambda n: -(2**63) <= n < 2**63, "fit 64 bits with its sign")]
 Epsilon = Annotated[float, Legal(lambda epsilon: epsilon >= 0.0, "be a number, not negative")]
@@ -199,18 +193,35 @@ class Price(Checked):
 class Proposal:
     """The terms of a round, on which all nodes vote before its cohort is drawn."""
 
-    id: RoundId  # with a nonce of its own
+    id: RoundId
     clipping: Clipping
     local: LocalTraining
     metrics: tuple[Metric, ...]
     price: Price
+    head: "SignedHead | None" = None  # None in plain text
 
     @classmethod
     def of(cls, source: "RoundRequest | Terms", price: Price) -> "Proposal":
-        """Return the terms of a request, proposal or offer, without a nonce."""
-        attempt = source if isinstance(source, RoundRequest) else source.id
-        round_id = RoundId(attempt.run, attempt.round, attempt.attempt)
-        return cls(round_id, source.clipping, source.local, source.metrics, price)
+        """Return the terms of a request, without nonce and head, or what an offer repeats."""
+        terms = source.clipping, source.local, source.metrics, price
+        if isinstance(source, RoundRequest):
+            return cls(RoundId(source.run, source.round, source.attempt), *terms)
+        return cls(source.id, *terms, source.head)
+
+
+@dataclass(frozen=True)
+class SignedHead(Checked):
+    """The head of the server's ledger when it proposed an attempt: `roster.signed_head`."""
+
+    count: Annotated[int, below(63)]  # of charges
+    hash: Annotated[str, codec.length(64, 64)]
+    certificate: Certificate = field(repr=False)  # of the server
+    signature: Signature = field(repr=False)
+
+    @property
+    def head(self) -> Head:
+        """The head alone."""
+        return Head(self.count, self.hash)
 
 
 @dataclass(frozen=True)
@@ -219,17 +230,18 @@ class Vote(Checked):
 
     id: RoundId  # of the proposal
     objection: Text = ""  # one sentence; empty: the node agrees
-    key: "NodeKey | None" = None  # if it agrees to a round whose server need not be trusted
+    countersignature: "Countersignature | None" = None  # if it agrees, and has a certificate
 
 
 @dataclass(frozen=True)
-class NodeKey(Checked):
-    """A node's key for one attempt at a round, signed by its certificate's key."""
+class Countersignature(Checked):
+    """A node's signature of a proposal, with its key for a secure sum."""
 
     node: Name
-    key: Annotated[bytes, codec.length(PUBLIC_BYTES, PUBLIC_BYTES)]  # `KeyPair.public`
-    certificate: Annotated[bytes, codec.length(1, 2**13)] = field(repr=False)  # in DER
-    signature: Annotated[bytes, codec.length(1, 2**11)] = field(repr=False)
+    key: Annotated[bytes, codec.length(0, PUBLIC_BYTES)]  # `KeyPair.public`; or empty
+    certificate: Certificate = field(repr=False)  # of the node
+    signature: Signature = field(repr=False)
+    head: SignedHead | None = None  # that of its proposal; left out in a vote
 
 
 class Stage(IntEnum):
@@ -271,17 +283,17 @@ class RoundOffer(Checked):
     metrics: tuple[Metric, ...]
     price: Price
     model: Manifest
-    roster: tuple[NodeKey, ...] = ()  # the nodes that agreed, if the server need not be trusted
+    roster: tuple[Countersignature, ...] = ()  # of nodes that agreed; in a secure sum, of all
     fixed_length: bool = False  # whether the node waits with its upload until the time is over
+    head: SignedHead | None = None  # that of the proposal
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_positions(self.users, self.price.population)
-        if (secure := self.price.event.secure_sum) is None:
-            require(not self.roster, "a roster is given and the server is trusted")
-        else:
-            names, least = [member.node for member in self.roster], secure.nodes
-            require(names == sorted(set(names)), "the roster is not sorted by distinct names")
+        names = [member.node for member in self.roster]
+        require(names == sorted(set(names)), "the roster is not sorted by distinct names")
+        if (secure := self.price.event.secure_sum) is not None:
+            least = secure.nodes
             require(len(names) >= least, f"the roster has {len(names)} nodes; it must be {least}")
             require(not self.users.size, "users are given, whom the node must draw itself")
         layout = self.clipping.layout
@@ -308,7 +320,7 @@ class RoundOffer(Checked):
         price: Price,
         model: Manifest,
         nonce: int = 0,
-        roster: tuple[NodeKey, ...] = (),
+        roster: tuple[Countersignature, ...] = (),
     ) -> "RoundOffer":
         """Return the offer to a node that hosts all users of the request; else `replace` its users.
 
@@ -320,12 +332,7 @@ class RoundOffer(Checked):
         return cls(round_id, seconds, users, clipping, local, key, metrics, price, model, roster)
 
     def request(self, tensors: Tensors) -> RoundRequest:
-        """Return the offered request, given the tensors that `model` declares.
-
-        InvalidValueError: the tensors have other names, another order or other shapes.
-        """
-        if Layout.of(tensors) != self.model.layout:
-            raise InvalidValueError("the tensors are not those of the offered model")
+        """Return the offered request, given the tensors that `model` declares."""
         statistics = {n: t.astype(np.float32, copy=False) for n, t in tensors.items()}
         update = [name for name in tensors if name in self.clipping.layout.names]
         weights = {name: statistics.pop(name) for name in update}
@@ -360,8 +367,8 @@ class SummedUpdates:
     weight: int  # sum of their weights, in units of 1/c
 
     def __post_init__(self) -> None:
-        if not 0 <= self.users <= MAX_USERS:
-            raise InvalidValueError(f"the number of users is not from 0 to {MAX_USERS}")
+        if not 0 <= self.users <= codec.MAX_USERS:
+            raise InvalidValueError(f"the number of users is not from 0 to {codec.MAX_USERS}")
         if not 0 <= self.weight <= self.users * MOST_WEIGHT:
             raise InvalidValueError("the weight of users is negative or too large for their number")
 
@@ -505,12 +512,8 @@ _INPUTS = FieldCodec(
 _TASK_FIELDS: FieldCodecs = {"options": _JSON, "inputs": _INPUTS, "adapters": _JSON}
 TASK = Codec(TaskDescription, pb.Task, "a task", _TASK_FIELDS, {"options": _LONGEST_OPTIONS})
 _ENROLLED = Codec(EnrolledNode, pb.EnrolledNode, "an enrolled node")
-_WELCOME_FIELDS: FieldCodecs = {
-    "users": _POSITIONS,
-    "task": TASK,
-    "nodes": list_of(_ENROLLED),
-}
-WELCOME = Codec(Welcome, pb.Welcome, "a welcome", _WELCOME_FIELDS, {"users": MAX_USERS})
+_WELCOME_FIELDS: FieldCodecs = {"users": _POSITIONS, "task": TASK, "nodes": list_of(_ENROLLED)}
+WELCOME = Codec(Welcome, pb.Welcome, "a welcome", _WELCOME_FIELDS, {"users": codec.MAX_USERS})
 LEDGER_REQUEST = Codec(LedgerRequest, pb.LedgerRequest, "a request for the ledger")
 ROUND_ID = Codec(RoundId, pb.RoundId, "the name of a round")
 _EVENT = FieldCodec(
@@ -531,7 +534,10 @@ _BOUNDED = FieldCodec(
 _LOCAL = Codec(_local_training, pb.LocalTraining, "local training", {"options": _BOUNDED})
 LOCAL_TRAINING = FieldCodec(lambda local: _LOCAL.encode(_spelled_out(local)), _LOCAL.decode)
 METRIC = Codec(Metric, pb.Metric, "a metric", {"shape": SHAPE}, {"options": _MAX_OPTIONS})
-NODE_KEY = Codec(NodeKey, pb.NodeKey, "a node's key")
+HEAD = Codec(SignedHead, pb.SignedHead, "a signed head")
+COUNTERSIGNATURE = Codec(
+    Countersignature, pb.Countersignature, "a countersignature", {"head": HEAD}, optional="head"
+)
 _OFFER_FIELDS: FieldCodecs = {
     "id": ROUND_ID,
     "users": _POSITIONS,
@@ -540,54 +546,43 @@ _OFFER_FIELDS: FieldCodecs = {
     "metrics": list_of(METRIC),
     "price": PRICE,
     "model": MANIFEST,
-    "roster": list_of(NODE_KEY),
+    "roster": list_of(COUNTERSIGNATURE),
+    "head": HEAD,
 }
-OFFER = Codec(RoundOffer, pb.Offer, "an offer", _OFFER_FIELDS, {"users": MAX_USERS})
-_PROPOSAL_FIELDS = {
-    name: _OFFER_FIELDS[name] for name in ("id", "clipping", "local", "metrics", "price")
-}
-PROPOSAL = Codec(Proposal, pb.Proposal, "a proposal", _PROPOSAL_FIELDS)
-VOTE = Codec(Vote, pb.Vote, "a vote", {"id": ROUND_ID, "key": NODE_KEY}, optional="key")
+OFFER = Codec(
+    RoundOffer, pb.Offer, "an offer", _OFFER_FIELDS, {"users": codec.MAX_USERS}, optional="head"
+)
+PROPOSAL = Codec(Proposal, pb.Proposal, "a proposal", _OFFER_FIELDS, optional="head")
+_VOTE_FIELDS: FieldCodecs = {"id": ROUND_ID, "countersignature": COUNTERSIGNATURE}
+VOTE = Codec(Vote, pb.Vote, "a vote", _VOTE_FIELDS, optional="countersignature")
 _ITEMS = FieldCodec(
     lambda items: [pb.Item(node=node, content=items[node]) for node in sorted(items)],
     lambda items: {item.node: item.content for item in items},
 )
-_STEP_FIELDS: FieldCodecs = {
-    "id": ROUND_ID,
-    "stage": FieldCodec(int, Stage),
-    "items": _ITEMS,
-}
+_STEP_FIELDS: FieldCodecs = {"id": ROUND_ID, "stage": FieldCodec(int, Stage), "items": _ITEMS}
 STEP = Codec(Step, pb.Step, "a step", _STEP_FIELDS)
-_SUM = Codec(SummedUpdates, pb.PartialSum, "a sum")
-_DECLINE = Codec(Decline, pb.Decline, "a decline")
-_MASKED = Codec(MaskedSum, pb.MaskedSum, "a masked sum")
+_CONTENTS: Mapping[str, Codec[Any, Any]] = {
+    "sum": Codec(SummedUpdates, pb.PartialSum, "a sum"),
+    "decline": Codec(Decline, pb.Decline, "a decline"),
+    "masked": Codec(MaskedSum, pb.MaskedSum, "a masked sum"),
+}
 RECEIPT = Codec(Receipt, pb.Receipt, "a receipt")
 STATUS = Codec(Status, pb.Status, "a status", {"state": FieldCodec(str, RunState)})
 
 
 def encode_answer(answer: RoundAnswer) -> pb.Answer:
     """Return the message of an answer; WireError if it exceeds a limit."""
-    message, content = pb.Answer(id=ROUND_ID.encode(answer.id)), answer.content
-    if isinstance(content, Decline):
-        message.decline.CopyFrom(_DECLINE.encode(content))
-    elif isinstance(content, MaskedSum):
-        message.masked.CopyFrom(_MASKED.encode(content))
-    else:
-        message.sum.CopyFrom(_SUM.encode(content))
+    message = pb.Answer(id=ROUND_ID.encode(answer.id))
+    name = next(name for name, one in _CONTENTS.items() if one.value is type(answer.content))
+    getattr(message, name).CopyFrom(_CONTENTS[name].encode(answer.content))
     codec.check_size("an answer", message, codec.SERVER_RECEIVES_BYTES)
     return message
 
 
 def decode_answer(message: pb.Answer) -> RoundAnswer:
     """Return the answer in a message, or raise WireError."""
-    content: SummedUpdates | MaskedSum | Decline
-    match message.WhichOneof("what"):
-        case "sum":
-            content = _SUM.decode(message.sum)
-        case "decline":
-            content = _DECLINE.decode(message.decline)
-        case "masked":
-            content = _MASKED.decode(message.masked)
-        case _:
-            raise WireError("an answer is empty; it must be a sum or a decline")
+    name = message.WhichOneof("what")
+    if name is None:
+        raise WireError("an answer is empty; it must be a sum or a decline")
+    content = _CONTENTS[name].decode(getattr(message, name))
     return RoundAnswer(ROUND_ID.decode(message.id), content)

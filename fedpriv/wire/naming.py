@@ -3,16 +3,19 @@
 import ipaddress
 import re
 import socket
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, padding, rsa
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
-from cryptography.x509.oid import NameOID
+from cryptography.x509 import DuplicateExtension, InvalidVersion
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedpriv.errors import InvalidValueError, reason_of
 
@@ -20,14 +23,9 @@ SERVICE = "fedpriv.v1.Federation"
 NODE_KEY = "fedpriv-node"  # metadata of plain-text calls: the node's name, percent-encoded
 NEWER = "newer connection of the same node"  # the server's reason to end one; nodes look for it
 # Errors that cryptography raises for a certificate or key that cannot be parsed.
-MALFORMED = (
-    ValueError,
-    TypeError,
-    UnsupportedAlgorithm,
-    x509.DuplicateExtension,
-    x509.InvalidVersion,
-)
+MALFORMED = ValueError, TypeError, UnsupportedAlgorithm, DuplicateExtension, InvalidVersion
 _RSA_PADDING = padding.PSS(padding.MGF1(SHA256()), padding.PSS.DIGEST_LENGTH)
+_ANY_USAGE = ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE
 _CURVES = ("secp256r1", "secp384r1", "secp521r1")
 _ADDRESS = re.compile(r"(?:\[(?P<six>[^\[\]]+)\]|(?P<host>[^:\[\]/\s]+)):(?P<port>[0-9]{1,5})")
 
@@ -85,39 +83,63 @@ def fingerprint_of(certificate: x509.Certificate) -> str:
     return certificate.fingerprint(SHA256()).hex()
 
 
+def load_authorities(path: Path) -> list[x509.Certificate]:
+    """Return the authorities' certificates in a file; InvalidValueError if there is none."""
+    pem = read_file(path)
+    try:
+        return x509.load_pem_x509_certificates(pem)
+    except MALFORMED as error:
+        raise InvalidValueError(f"{path} is not an authority's certificate") from error
+
+
+def issued_by(authorities: Iterable[x509.Certificate], certificate: x509.Certificate) -> bool:
+    """Return whether one of the authorities has issued a certificate, directly."""
+    for authority in authorities:
+        with suppress(*MALFORMED, InvalidSignature):
+            certificate.verify_directly_issued_by(authority)
+            return True
+    return False
+
+
+def for_servers(certificate: x509.Certificate) -> bool:
+    """Return whether a certificate may be a server's; without an extended key usage, it may."""
+    try:
+        usage = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except x509.ExtensionNotFound:
+        return True
+    return ExtendedKeyUsageOID.SERVER_AUTH in usage or _ANY_USAGE in usage
+
+
+def _scheme(public: object) -> tuple[object, ...] | None:
+    """Return how a kind of key signs; None if gRPC does not take it."""
+    if isinstance(public, rsa.RSAPublicKey):
+        return _RSA_PADDING, SHA256()
+    if isinstance(public, ec.EllipticCurvePublicKey):
+        return (ec.ECDSA(SHA256()),)
+    return () if isinstance(public, ed25519.Ed25519PublicKey) else None
+
+
 def signed(key: bytes, statement: bytes) -> bytes:
     """Return the signature of a statement by the private key of a certificate, in PEM."""
-    private = load_pem_private_key(key, None)
-    if isinstance(private, rsa.RSAPrivateKey):
-        return private.sign(statement, _RSA_PADDING, SHA256())
-    if isinstance(private, ec.EllipticCurvePrivateKey):
-        return private.sign(statement, ec.ECDSA(SHA256()))
-    if isinstance(private, ed25519.Ed25519PrivateKey):
-        return private.sign(statement)
-    raise InvalidValueError("the key of the certificate cannot sign")  # see `check_key`
+    private: Any = load_pem_private_key(key, None)  # of a kind that `check_key` has admitted
+    return bytes(private.sign(statement, *_scheme(private.public_key()) or ()))
 
 
 def has_signed(certificate: x509.Certificate, statement: bytes, signature: bytes) -> bool:
     """Return whether the key of a certificate has signed a statement with `signed`."""
-    public = certificate.public_key()
-    try:
-        if isinstance(public, rsa.RSAPublicKey):
-            public.verify(signature, statement, _RSA_PADDING, SHA256())
-        elif isinstance(public, ec.EllipticCurvePublicKey):
-            public.verify(signature, statement, ec.ECDSA(SHA256()))
-        elif isinstance(public, ed25519.Ed25519PublicKey):
-            public.verify(signature, statement)
-        else:
-            return False
-    except InvalidSignature:
+    public: Any = certificate.public_key()
+    if (scheme := _scheme(public)) is None:
         return False
-    return True
+    with suppress(InvalidSignature):
+        public.verify(signature, statement, *scheme)
+        return True
+    return False
 
 
-def node_named(by: x509.Certificate | x509.CertificateSigningRequest, path: Path) -> str:
+def node_named(by: x509.Certificate | x509.CertificateSigningRequest, what: Path | str) -> str:
     """Return the node that a certificate or a request names, as its only common name.
 
-    InvalidValueError: it has none, several or an invalid one; `path` begins the sentence.
+    InvalidValueError: it has none, several or an invalid one; `what` begins the sentence.
     """
     try:
         names = by.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
@@ -125,7 +147,7 @@ def node_named(by: x509.Certificate | x509.CertificateSigningRequest, path: Path
             raise InvalidValueError(f"it has {len(names)} common names; it must have one")
         return check_node_name(str(names[0].value))
     except MALFORMED as error:
-        raise InvalidValueError(f"{path} does not name a node: {error}") from error
+        raise InvalidValueError(f"{what} does not name a node: {error}") from error
 
 
 def check_key(path: Path, key: bytes, certificate: x509.Certificate) -> None:

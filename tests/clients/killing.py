@@ -89,7 +89,13 @@ class Federation:
 
     def __post_init__(self) -> None:
         (self.folder / RECORDS).mkdir()
-        self.world = World(self.folder, NODES.nodes, NODES, public=self._public)
+        self.world = World(
+            self.folder,
+            NODES.nodes,
+            NODES,
+            public=self._public,
+            head=lambda: self.records.ledger.head,
+        )
         for name in self.world.sites:
             self._watch(self.world.sites[name])
         self._stack = contextlib.ExitStack()
@@ -185,19 +191,19 @@ class Federation:
 
     async def _vote(self, ballot: Ballot) -> None:
         """All nodes vote; who is killed meanwhile votes once it is back."""
-        sent = replace(ballot.terms, id=ballot.id)
+        sent = replace(ballot.terms, id=ballot.id, head=ballot.head)
         for name in self.world.sites:
             try:
                 key = await self._key(self.world.sites[name], sent)
             except Killed:
                 self.revive()
                 key = await self._key(self.world.sites[name], sent)
-            ballot.count(name, Vote(ballot.id, "", key))
+            ballot.count(name, Vote(ballot.id, "", replace(key, head=ballot.head)))
 
     async def _key(self, site: Site, sent: Any) -> Any:
         objection = await site.secure.policy.objection_to_proposal(site.welcome, sent)
         self.refusals += [objection] * bool(objection)
-        return site.secure.key(site.welcome, sent)
+        return site.secure.countersignature(site.welcome, sent)
 
     async def _collect(self) -> SecureCollection | None:
         collected, offer = self.world.collection(self.ballot)

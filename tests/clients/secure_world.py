@@ -36,6 +36,7 @@ from fedpriv.wire import (
     Receipt,
     RoundId,
     RoundOffer,
+    SignedHead,
     Stage,
     Step,
     TaskDescription,
@@ -43,14 +44,15 @@ from fedpriv.wire import (
     Welcome,
     enrolment_digest,
 )
-from fedpriv.wire.naming import fingerprint_of
-from fedpriv.wire.roster import binding_of, roster_of
+from fedpriv.wire.naming import fingerprint_of, load_certificate
+from fedpriv.wire.roster import binding_of, roster_of, signed_head
 
 PARAMETERS = {"w": np.ones((2, 3), np.float32)}
 LAYOUT = Layout.of(PARAMETERS)
 CLIPPING = Clipping(LAYOUT, flat(LAYOUT, 1.0))
 TASK = TaskDescription("softmax", {}, 0, "cross-entropy")
 USERS = 4  # at each node
+HEAD = Head(1, "5f" * 32)
 SECONDS = 60.0
 Lie = Callable[[str, Step], Step]  # to a node, in place of the honest answer
 
@@ -82,19 +84,12 @@ class Trainer:
 
 @dataclass
 class Ledgers:
-    """In place of a verifier: the charged attempts, and the heads, that a node is shown."""
+    """In place of a verifier: the charged attempts that a node is shown."""
 
     rows: list[SimpleNamespace] = field(default_factory=list)
-    head: Head = Head(1, "5f" * 32)  # noqa: RUF009 - frozen
-    known: set[Head] = field(default_factory=set)
-
-    @property
-    def _verified(self) -> SimpleNamespace:
-        return SimpleNamespace(head=self.head)
 
     async def examined(self, *_: object) -> SimpleNamespace:
-        contains = (self.known | {self.head}).__contains__
-        return SimpleNamespace(ledger=SimpleNamespace(rows=self.rows, contains=contains))
+        return SimpleNamespace(ledger=SimpleNamespace(rows=self.rows))
 
 
 @dataclass
@@ -124,13 +119,14 @@ class World:
         *,
         verify: bool = False,
         public: Callable[[Head | None], Iterator[str]] | None = None,
+        head: Callable[[], Head] = lambda: HEAD,
     ) -> None:
         """With `verify`, nodes check ledgers that are told what to say; with `public`, a true one.
 
-        `public` returns the ledger's lines after a head.
+        `public` returns the ledger's lines after a head, and `head` its head.
         """
         self.folder, self.server, self.grace = folder, _Server(), SECONDS
-        self.public = public
+        self.public, self.head = public, head
         init(folder, ["localhost"])
         names = [f"n{number}" for number in range(nodes)]
         identities = [identity_of(issue(folder, name).folder, None) for name in names]
@@ -148,6 +144,9 @@ class World:
         digest = enrolment_digest(self.enrolment.enrolled)
         self.consent = Consent(trust="none", enrolment=digest)
         self.ledgers = {name: Ledgers() for name in names} if verify else {}
+        self.heads: dict[
+            str, Head
+        ] = {}  # that the server shows some nodes in place of the true one
         self.sites = {one.node: self._site(one) for one in identities}
 
     def _site(self, identity: Identity) -> Site:
@@ -163,7 +162,8 @@ class World:
         verifier: Any = self.ledgers.get(name)
         if self.public is not None:
             verifier = LedgerVerifier(stub, journal, backoff)
-        policy = OfferPolicy(journal, self.consent, verifier, np.arange(USERS))
+        digests = np.arange(USERS)
+        policy = OfferPolicy(journal, self.consent, verifier, digests, identity.authorities)
         trainer: Any = Trainer()
         secure = SecureSums(stub, trainer, policy, identity, backoff)
         users, nodes = self.enrolment.users_of(name).copy(), self.enrolment.enrolled
@@ -182,27 +182,37 @@ class World:
     def unvoted(self, number: int, attempt: int = 0) -> Ballot:
         """A proposal of an attempt."""
         local = LocalTraining(0.1, epochs=1, max_examples=3)
-        return Ballot(Proposal(RoundId("run", number, attempt), CLIPPING, local, (), self.price))
+        terms = Proposal(RoundId("run", number, attempt), CLIPPING, local, (), self.price)
+        return Ballot(terms, partial(self.signed, self.head()))
 
     def proposal(self, number: int = 1) -> Ballot:
         """A proposal of an attempt, on which all nodes have voted."""
         ballot = self.unvoted(number)
         terms = ballot.terms
-        sent = replace(terms, id=ballot.id)
         for name, site in self.sites.items():
-            key = site.secure.key(site.welcome, sent)
-            ballot.count(name, Vote(ballot.id, "", key))
+            head = ballot.head
+            if name in self.heads:
+                head = self.signed(self.heads[name], ballot.id)
+            shown = replace(terms, id=ballot.id, head=head)
+            signature = site.secure.countersignature(site.welcome, shown)
+            ballot.count(name, Vote(ballot.id, "", replace(signature, head=head)))
         return ballot
+
+    def signed(self, head: Head, attempt: RoundId) -> SignedHead:
+        """A head as the server signs it."""
+        path = self.folder / "server"
+        certificate, key = load_certificate(path / "server.pem"), (path / "server.key").read_bytes()
+        return signed_head(self.enrolment.population_id, attempt, head, certificate, key)
 
     def collection(self, ballot: Ballot) -> tuple[SecureCollection, RoundOffer]:
         """The collection of a voted attempt, and its offer to the nodes."""
         terms, nobody = ballot.terms, np.empty(0, np.int64)
         at = "run", terms.id.round, terms.id.attempt
         request = RoundRequest(*at, PARAMETERS, CLIPPING, terms.local, nobody, bytes(32))
-        keys = ballot.roster(list(self.sites))
-        about = request, self.price, self.enrolment, SECONDS
-        collection = Collection(*about, ballot.id.nonce, keys)
-        binding = binding_of(self.enrolment.population_id, ballot.id, self.price.event)
+        signatures = ballot.roster(list(self.sites))
+        collection = Collection(request, ballot, signatures, self.enrolment, SECONDS)
+        name, event = self.enrolment.population_id, self.price.event
+        binding = binding_of(name, ballot.id, event, ballot.head)
 
         async def watch() -> None:
             while collection.waiting:
@@ -214,7 +224,7 @@ class World:
         def left(nodes: Sequence[str], _: float) -> float:
             return 0.002 * bool(set(nodes) - self.server.gone)
 
-        roster = roster_of(keys, binding)
+        roster = roster_of(signatures, binding)
         times = SECONDS, self.grace
         secure = SecureCollection(self.secure, roster, collection, watch, left, *times)
         return secure, collection.offer

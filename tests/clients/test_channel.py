@@ -50,7 +50,7 @@ def write_certificate(folder: Path, names: list[str]) -> Path:
     )
     pem = builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    for name, content in (("ca.pem", b"ca"), ("node.pem", pem), ("node.key", private)):
+    for name, content in (("ca.pem", pem), ("node.pem", pem), ("node.key", private)):
         (folder / name).touch(0o600)
         (folder / name).write_bytes(content)
     return folder

@@ -314,13 +314,15 @@ class TestObjections:
         task = TaskDescription("softmax", {}, 0, "cross-entropy")
         welcome = Welcome("people", 1000, np.array([4]), task, "readmission")
         consent = Consent(**{key: patterns})
-        objection = consent.objection_to_task(welcome) or consent.objection_to_run("run-7")
+        terms = replace(OFFER, id=replace(OFFER.id, run="run-7"))
+        objection = consent.objection_to_task(welcome)
+        objection = objection or consent.objection_to_settings(welcome, terms)
         assert (objection is None) == agrees
         if objection:
             assert objection.startswith(f"the {key[:-1]} is '")
             assert objection.endswith(f"this node consents to {patterns}")
         assert Consent().objection_to_task(welcome) is None
-        assert Consent().objection_to_run("run-7") is None
+        assert Consent().objection_to_settings(welcome, terms) is None
 
     @pytest.mark.parametrize(
         ("populations", "known", "objection"),

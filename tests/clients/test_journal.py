@@ -93,14 +93,6 @@ class TestTakingPart:
         journal.record("others", offer(), NOON.astimezone(timezone(timedelta(hours=9))))
         assert journal.answers_since(NOON) == 2
 
-    def test_a_moment_without_time_zone_is_refused(self, journal):
-        naive = NOON.replace(tzinfo=None)
-        with pytest.raises(InvalidValueError, match="has no time zone"):
-            journal.record("people", offer(), naive)
-        with pytest.raises(InvalidValueError, match="has no time zone"):
-            journal.answers_since(naive)
-        assert journal.remembered("people").taken_part == ()
-
     @settings(max_examples=25, deadline=None)
     @given(
         st.lists(

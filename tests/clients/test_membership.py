@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 from fedpriv.accounting.accountants import PrivacyLoss
 from fedpriv.accounting.accountants import epsilon as priced
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.clients import ledger_check, membership
+from fedpriv.clients import ledger_check, membership, worker
 from fedpriv.clients.connection import Backoff, FederationStub
 from fedpriv.clients.consent import task_hash
 from fedpriv.clients.membership import NodeSettings, take_part
@@ -638,8 +638,8 @@ def test_the_memory_of_a_node_is_limited_by_the_size_of_its_task(
     play: Callable[[Act], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = list[int]()
-    monkeypatch.setattr(membership, "limit_address_space", limits.append)
-    monkeypatch.setattr(membership, "address_space", lambda: 10**9)
+    monkeypatch.setattr(worker, "limit_address_space", limits.append)
+    monkeypatch.setattr(worker, "address_space", lambda: 10**9)
 
     async def act(scene: Scene) -> None:
         big = Layout(("w", "b"), ((1000, 1000), (10,)))
@@ -1329,10 +1329,10 @@ def test_what_was_agreed_to_is_checked_once_and_for_one_offer(
             await tiny.propose(price=HONEST)
             assert not (await tiny.votes.get()).objection
             charge(ledger, 0)
-            await tiny.offer(price=HONEST, id=RoundId("run", 0, 0, 1))
+            await tiny.offer(price=HONEST)
             first, _ = await tiny.answers.get()
             assert tiny.calls["FetchLedger"] == 2
-            await tiny.offer(price=HONEST, id=RoundId("run", 0, 0, 2))
+            await tiny.offer(price=HONEST)
             second, _ = await tiny.answers.get()
         assert first.HasField("sum")
         assert "charged already" in second.decline.reason

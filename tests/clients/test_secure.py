@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from fedpriv.clients import secure
-from fedpriv.clients.connection import identity_of
+from fedpriv.clients.connection import Identity, identity_of
 from fedpriv.clients.consent import review_of
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger import Head
 from fedpriv.ledger.events import SecureSum
 from fedpriv.secure_sums.protocol import KeyPair
 from fedpriv.server.certificates import issue
-from fedpriv.wire import NodeKey, RoundOffer, Stage, Step
-from fedpriv.wire.roster import binding_of, signed_key
+from fedpriv.wire import Countersignature, RoundOffer, Stage, Step
+from fedpriv.wire.roster import binding_of, countersigned
 from tests.clients.secure_world import USERS, World, contribution_of
 
 ROUNDED_NOISE = secure.rounded_noise
@@ -173,41 +173,36 @@ def without_change(_: str, offer: RoundOffer) -> RoundOffer:
     return offer
 
 
-def other_key(world: World, name: str, *, signer: str | None = None) -> NodeKey:
-    """A key for the last attempt that another node, or a stranger, has signed."""
-    collected = world.server.collected
-    binding = binding_of(
-        world.enrolment.population_id, collected.collection.offer.id, world.price.event
-    )
-    identity = world.sites[signer or name].identity
-    if signer is None:
-        identity = identity_of(issue(world.folder / "others", name).folder, None)
+def other_key(world: World, offer: RoundOffer, name: str, identity: Identity) -> Countersignature:
+    """A key of a node that another, or a stranger, has signed."""
+    binding = binding_of(world.enrolment.population_id, offer.id, world.price.event, offer.head)
     assert identity.certificate is not None
-    assert identity.key is not None
-    return signed_key(name, KeyPair.fresh().public, binding, identity.certificate, identity.key)
+    public = KeyPair.fresh().public
+    made = countersigned(name, public, binding, identity.certificate, identity.key)
+    return replace(made, head=offer.head)
 
 
-Change = Callable[[World, RoundOffer], tuple[NodeKey, ...]]
+Change = Callable[[World, RoundOffer], tuple[Countersignature, ...]]
 
 
-def substituted(world: World, offer: RoundOffer) -> tuple[NodeKey, ...]:
+def substituted(world: World, offer: RoundOffer) -> tuple[Countersignature, ...]:
     """The key of n4 is the server's own, under the signature of the true one."""
     *others, last = offer.roster
     return (*others, replace(last, key=KeyPair.fresh().public))
 
 
-def signed_by_another(world: World, offer: RoundOffer) -> tuple[NodeKey, ...]:
-    return (*offer.roster[:-1], other_key(world, "n4", signer="n3"))
+def signed_by_another(world: World, offer: RoundOffer) -> tuple[Countersignature, ...]:
+    return (*offer.roster[:-1], other_key(world, offer, "n4", world.sites["n3"].identity))
 
 
-def of_another_attempt(world: World, offer: RoundOffer) -> tuple[NodeKey, ...]:
+def of_another_attempt(world: World, offer: RoundOffer) -> tuple[Countersignature, ...]:
     return (*offer.roster[:-1], world.proposal(7).roster(list(world.sites))[-1])
 
 
-def with_a_stranger(world: World, offer: RoundOffer) -> tuple[NodeKey, ...]:
+def with_a_stranger(world: World, offer: RoundOffer) -> tuple[Countersignature, ...]:
     """A node that the authority has signed and nobody has enrolled."""
-    key = replace(other_key(world, "n4", signer="n3"), node="n9")
-    return (*offer.roster, key)
+    stranger = identity_of(issue(world.folder, "n9").folder, None)
+    return (*offer.roster, other_key(world, offer, "n9", stranger))
 
 
 @pytest.mark.parametrize(
@@ -364,20 +359,18 @@ def test_nodes_that_verify_open_nothing_that_was_not_charged(verified: World) ->
 
 
 def test_two_ledgers_that_are_shown_to_two_nodes_are_noticed_in_the_round(verified: World) -> None:
-    verified.ledgers["n2"].head = Head(1, "00" * 32)
-    opened, outcomes = asyncio.run(verified.attempt())
-    assert opened is None
-    assert {str(outcome) for outcome in outcomes.values()} == {"another node knows another ledger"}
+    """The offer of n2 has the head that it was shown, or that of the others."""
+    verified.heads["n2"] = Head(1, "00" * 32)
 
+    def its_own(name: str, offer: RoundOffer) -> RoundOffer:
+        return replace(offer, head=offer.roster[2].head) if name == "n2" else offer
 
-def test_a_neighbour_may_know_an_older_head_of_the_same_ledger(verified: World) -> None:
-    older = Head(0, "")
-    verified.ledgers["n2"].head = older
-    for ledger in verified.ledgers.values():
-        ledger.known.add(older)
-        ledger.known.add(Head(1, "5f" * 32))
-    opened, _ = asyncio.run(verified.attempt())
-    assert opened is not None
+    for number, change in enumerate((its_own, without_change), 1):
+        opened, outcomes = asyncio.run(verified.attempt(number=number, change=change))
+        assert opened is None
+        shown = {str(outcome) for outcome in outcomes.values()}
+        assert shown == {"the server has shown two ledgers in this run"}
+    assert verified.server.taken == {}
 
 
 # Consent.
@@ -427,4 +420,4 @@ def test_without_a_certificate_a_node_has_no_key_for_a_secure_sum(world: World) 
     site, terms = world.sites["n0"], world.proposal().terms
     site.secure.identity = replace(site.identity, certificate=None)
     with pytest.raises(InvalidValueError, match="certificate"):
-        site.secure.key(site.welcome, terms)
+        site.secure.countersignature(site.welcome, terms)

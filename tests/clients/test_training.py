@@ -163,29 +163,6 @@ def test_of_one_user_that_raises_or_is_not_asked_nothing_is_sent_or_logged(
     assert "a user counts as zero: training raised" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("parameters", "words"),
-    [
-        ({}, r"\['1.bias', '1.weight'\]"),
-        ({"1.weight": np.zeros((3, 4), np.float32)}, r"\['1.bias'\]"),
-        ({**PARAMETERS, "2.bias": np.zeros(1, np.float32)}, r"\['2.bias'\]"),
-        ({**PARAMETERS, "1.bias": np.zeros(1, np.float32)}, r"\['1.bias'\]"),
-    ],
-)
-def test_the_model_of_another_task_is_refused(
-    parameters: dict[str, np.ndarray], words: str
-) -> None:
-    request = replace(request_to(["u8"]), parameters=parameters)
-    with pytest.raises(InvalidValueError, match=words):
-        trainer_of("users").answer(request)
-
-
-def test_statistics_of_another_task_are_refused() -> None:
-    request = replace(request_to(["u8"]), statistics={"bn.mean": np.zeros(1, np.float32)})
-    with pytest.raises(InvalidValueError, match="running statistics"):
-        trainer_of("users").answer(request)
-
-
 def test_an_unknown_metric_is_refused_for_one_user_too() -> None:
     request = replace(request_to(["u8"]), metrics=(Metric("shoe size"),))
     for trainer in (trainer_of("users"), trainer_of("one_good_user", ["u8"])):
@@ -310,7 +287,7 @@ def test_training_takes_half_of_the_memory_of_the_machine_if_nothing_is_said() -
 def test_a_model_for_which_there_is_no_memory_is_an_error_of_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(training, "limit_address_space", lambda _: None)
+    monkeypatch.setattr(training.worker, "limit_address_space", lambda _: None)
     with (
         pytest.raises(ModelError, match="more memory than the 77 MiB of --memory"),
         training._limited(HostSettings("none", "cpu", 77)),

@@ -290,7 +290,7 @@ def test_of_one_site_no_two_users_have_one_keyed_id(key: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("text", "mode", "words"),
-    [("ab" * 32, 0o644, "has mode 0644"), ("ab" * 31, 0o600, "holds no key")],
+    [("ab" * 32, 0o644, "mode 0644"), ("ab" * 31, 0o600, "holds no key")],
 )
 def test_a_key_that_others_can_read_or_that_is_none_is_refused(
     text: str, mode: int, words: str, tmp_path: Path

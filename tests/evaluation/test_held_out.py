@@ -34,7 +34,7 @@ def section(path: Path | None) -> FederationSection:
 
 def test_rows_of_a_file_are_read_as_they_are(tmp_path: Path) -> None:
     np.savez(tmp_path / "rows.npz", **ROWS)
-    rows = held_out_rows(CONFIG, section(tmp_path / "rows.npz"))
+    rows, _ = held_out_rows(CONFIG, section(tmp_path / "rows.npz"))
     assert list(rows) == list(ROWS)
     for name, array in ROWS.items():
         np.testing.assert_array_equal(rows[name], array)
@@ -42,7 +42,7 @@ def test_rows_of_a_file_are_read_as_they_are(tmp_path: Path) -> None:
 
 
 def test_without_a_file_they_are_those_of_the_configured_data() -> None:
-    rows = held_out_rows(CONFIG, section(None))
+    rows, _ = held_out_rows(CONFIG, section(None))
     counts = {array.shape[0] for array in rows.values()}
     assert len(counts) == 1
     assert counts != {0}
@@ -126,5 +126,5 @@ def test_a_damaged_file_gives_rows_or_a_data_error(written: Path, data: st.DataO
     damaged = written.with_name("damaged.npz")
     damaged.write_bytes(content[: data.draw(st.integers(len(content) // 2, len(content)))])
     with suppress(DataError):
-        rows = held_out_rows(CONFIG, section(damaged))
+        rows, _ = held_out_rows(CONFIG, section(damaged))
         assert len({array.shape[0] for array in rows.values()}) == 1

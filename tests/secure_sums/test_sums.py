@@ -188,14 +188,6 @@ def test_the_field_of_shares_is_a_field_that_holds_every_key() -> None:
     assert 2**256 <= protocol._PRIME < 2 ** (8 * protocol._SHARE_BYTES)
 
 
-def test_notes_reach_the_neighbours_alone() -> None:
-    at = world(5, 1, 1)
-    _, state = at.masked("node-002", np.zeros(1, np.int64), at.names)
-    others = [name for name in at.names if name != "node-002"]
-    assert state.notes == {name: b"head of " + name.encode() for name in others}
-    assert all(b"head" not in message for message in at.nodes["node-000"].sealed.values())
-
-
 def test_secrets_do_not_show_in_a_repr() -> None:
     at = world(3, 1, 0)
     _, state = at.masked("node-000", np.zeros(1, np.int64), at.names)
@@ -230,8 +222,6 @@ def test_bad_values_get_a_sentence() -> None:
             Roster(BINDING, wrong)
     with pytest.raises(InvalidValueError, match="'stranger' is not in the roster"):
         at.roster.index("stranger")
-    with pytest.raises(InvalidValueError, match="note has 1025 bytes; it must have at most 1024"):
-        Participant.begin(at.roster, "node-000", pair, secure, bytes(1025))
     with pytest.raises(InvalidValueError, match="roster has 2 nodes; the round needs at least 3"):
         Participant.begin(Roster(BINDING, members[:2]), "node-000", pair, secure)
     for total in (

@@ -46,10 +46,7 @@ def roster_of(pairs: Mapping[str, KeyPair], binding: bytes = BINDING) -> Roster:
 
 def begun(pairs: Mapping[str, KeyPair], secure: SecureSum, binding: bytes = BINDING) -> World:
     roster = roster_of(pairs, binding)
-    nodes = {
-        name: Participant.begin(roster, name, pair, secure, b"head of " + name.encode())
-        for name, pair in pairs.items()
-    }
+    nodes = {name: Participant.begin(roster, name, pair, secure) for name, pair in pairs.items()}
     return World(secure, roster, pairs, nodes)
 
 

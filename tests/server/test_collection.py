@@ -16,7 +16,7 @@ from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import PartialSum
-from fedpriv.server.collection import Collection, Connections
+from fedpriv.server.collection import Ballot, Collection, Connections
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import Decline, RoundAnswer, SummedUpdates
@@ -38,7 +38,9 @@ def request_to(users: list[int]) -> RoundRequest:
 
 
 def collecting(users: list[int], seconds: float = 60.0) -> Collection:
-    return Collection(request_to(users), PRICE, ENROLMENT, seconds)
+    request = request_to(users)
+    ballot = Ballot(wire.Proposal.of(request, PRICE))
+    return Collection(request, ballot, (), ENROLMENT, seconds)
 
 
 def summed(users: int) -> SummedUpdates:

@@ -13,6 +13,7 @@ import pytest
 
 from fedpriv import wire
 from fedpriv.server import certificates, service
+from fedpriv.server.collection import Ballot
 from fedpriv.training.request import RoundRequest
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.hostile_nodes import PATIENCE, SERVICE
@@ -151,6 +152,7 @@ def test_a_vote_of_a_node_struck_off_does_not_count(made: Site) -> None:
 
     with nodes(made, {"four": silent}) as there:
         there["four"].objections = objections()
-        made.server.call(lambda: running.propose(wire.Proposal.of(request_to([]), PRICE)))
+        ballot = Ballot(wire.Proposal.of(request_to([]), PRICE))
+        made.server.call(lambda: running.propose(ballot))
         until(lambda: there["four"].ended == [grpc.StatusCode.UNAUTHENTICATED])
     assert running.ballot.agrees("four") is None

@@ -22,6 +22,7 @@ from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.server import deployment
 from fedpriv.server import service as service_module
+from fedpriv.server.collection import Ballot
 from fedpriv.server.deployment import GrpcTransport
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.training.rounds import RoundResult, ServerState, Stop, initial_state, train
@@ -229,15 +230,16 @@ def test_a_stop_in_a_pause_is_heard(
 
 def test_agreement_to_other_terms_does_not_count(there: Site) -> None:
     service = there.server.service
-    cheap = wire.Proposal.of(terms(), PRICE)
-    dear = wire.Proposal.of(
-        terms(), replace(PRICE, event=poisson_gaussian(0.5, 0.1, population=1000))
+    dearer = replace(PRICE, event=poisson_gaussian(0.5, 0.1, population=1000))
+    cheap, dear = (
+        (lambda: Ballot(wire.Proposal.of(terms(), PRICE))),
+        Ballot(wire.Proposal.of(terms(), dearer)),
     )
     with nodes(there, {"a": agrees}) as made:
-        there.server.call(lambda: service.propose(cheap))
+        there.server.call(lambda: service.propose(cheap()))
         until(lambda: service.willing == 1)
         made["a"].objections = repeat("too dear")
-        there.server.call(lambda: service.propose(cheap))  # who agrees is not asked again
+        there.server.call(lambda: service.propose(cheap()))  # who agrees is not asked again
         assert service.willing == 1
         there.server.call(lambda: service.propose(dear))
         until(lambda: service._objections.get("a") == "too dear")

@@ -29,16 +29,17 @@ from fedpriv.privacy.layout import Layout, VectorGroup, flat
 from fedpriv.training.local import AdamW, FedRecon, Scaffold
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import (
+    Countersignature,
     Decline,
     EnrolledNode,
     Hello,
-    NodeKey,
     Price,
     Receipt,
     RoundAnswer,
     RoundId,
     RoundOffer,
     RunState,
+    SignedHead,
     Stage,
     Status,
     Step,
@@ -317,7 +318,10 @@ def small_welcome() -> Welcome:
     return Welcome("people", 1000, np.array([1, 300], np.int64), task)
 
 
-KEYS = tuple(NodeKey(f"n{i}", bytes([i]) * 96, b"certificate", b"signature") for i in range(3))
+HEAD = SignedHead(7, "5f" * 32, b"certificate of a server", b"its signature")
+SIGNATURES = tuple(
+    Countersignature(f"n{i}", bytes([i]) * 96, b"certificate", b"signature", HEAD) for i in range(3)
+)
 STEP = Step(RoundId("run", 3, 1, 7), Stage.SHARE, ("a", "b"), {"a": b"sealed", "c": bytes(9)})
 
 
@@ -328,7 +332,8 @@ def secure_offer() -> RoundOffer:
     event = replace(PRICE.event, queries=(query,), secure_sum=secure)
     request = replace(small_request(), users=np.empty(0, np.int64))
     price, model = replace(PRICE, event=event), manifest_of(model_of(request))
-    return replace(RoundOffer.of(request, 60.0, price, model, 5, KEYS), fixed_length=True)
+    offer = RoundOffer.of(request, 60.0, price, model, 5, SIGNATURES)
+    return replace(offer, fixed_length=True, head=HEAD)
 
 
 def secure_welcome() -> Welcome:

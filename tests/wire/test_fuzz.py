@@ -20,8 +20,8 @@ from fedpriv.wire.messages import PRICE as PRICE_CODEC
 from fedpriv.wire.tensors import LAYOUT as LAYOUT_CODEC
 from fedpriv.wire.tensors import MANIFEST
 from tests.wire.examples import (
-    KEYS,
     PRICE,
+    SIGNATURES,
     STEP,
     peak_memory,
     secure_offer,
@@ -81,7 +81,7 @@ CASES: dict[str, tuple[Callable[[Message], object], Message]] = {
     "masked": (wire.decode_answer, answer_of(wire.MaskedSum())),
     "secure offer": (wire.OFFER.decode, wire.OFFER.encode(secure_offer())),
     "secure welcome": (wire.WELCOME.decode, wire.WELCOME.encode(secure_welcome())),
-    "vote": (wire.VOTE.decode, wire.VOTE.encode(wire.Vote(small_offer().id, "", KEYS[0]))),
+    "vote": (wire.VOTE.decode, wire.VOTE.encode(wire.Vote(small_offer().id, "", SIGNATURES[0]))),
     "step": (wire.STEP.decode, wire.STEP.encode(STEP)),
 }
 INPUTS = 1000  # of each case and each way to disturb it

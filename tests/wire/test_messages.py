@@ -255,7 +255,7 @@ def test_messages_of_secure_sums_are_restored() -> None:
     offer, welcome = examples.secure_offer(), examples.secure_welcome()
     assert examples.same(wire.OFFER.decode(wire.OFFER.encode(offer)), offer)
     assert examples.same(wire.WELCOME.decode(wire.WELCOME.encode(welcome)), welcome)
-    vote = wire.Vote(ID, "", examples.KEYS[1])
+    vote = wire.Vote(ID, "", examples.SIGNATURES[1])
     assert wire.VOTE.decode(wire.VOTE.encode(vote)) == vote
     assert wire.STEP.decode(wire.STEP.encode(examples.STEP)) == examples.STEP
     masked = RoundAnswer(ID, wire.MaskedSum())

@@ -320,7 +320,6 @@ def test_a_welcome_that_a_node_would_not_take_is_not_sent() -> None:
         lambda: replace(examples.small_offer(), users=np.array([[1]])),
         lambda: replace(examples.small_offer(), seconds=0.0),
         lambda: replace(examples.small_offer(), model=manifest_of({"sum": np.zeros(2, int)})),
-        lambda: examples.small_offer().request(examples.PARAMETERS),
         lambda: wire.model_of(replace(examples.small_request(), statistics=examples.PARAMETERS)),
         lambda: SummedUpdates(-1, 0),
         lambda: SummedUpdates(1, -1),
