@@ -7,17 +7,16 @@ one, subclass `Accountant`, list it in `ACCOUNTANTS`, and inherit the conformanc
 events from above and from below. The tightest interval of pairs comes from
 
 * one Gaussian in closed form, if every user takes part in every round;
-* an integral along a contour for other Poisson-sampled rounds, with some eight digits;
+* an integral along a contour for rounds that are Poisson samples of users, of which one is added,
+  removed or replaced, or of up to 24 examples of each, with some eight digits;
 * the composition of privacy losses by FFT (`pld`), with three digits, for other kinds of events and
   whenever the contour refuses.
 
-The last two share only the definition of the privacy loss, and tests compare them. Many different
-rounds are priced in a few groups first and, while the interval is wide, one by one up to 4,096. If
-it stays wide, looser bounds replace its upper end where they are smaller: that of `rdp`, that
-without sampling, and that with all coins revealed.
+The last two share only the definition of the privacy loss, and tests compare them. More than 4,096
+different rounds are priced in groups. If an interval is wide, looser bounds replace its upper end
+where they are smaller: that of `rdp`, that without sampling, and that with all coins revealed.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,15 +32,16 @@ from typing import cast
 import numpy as np
 
 from fedpriv.accounting import classical, contour, gaussian, pld, rdp
-from fedpriv.accounting.pld.dominating_pairs import FixedSizePair, PoissonPair, ReplacePair
+from fedpriv.accounting.pld.dominating_pairs import FixedSizePair, ReplacePair
 from fedpriv.accounting.pld.lattice import GaussianPair, LossPair, Pairs
 from fedpriv.accounting.pld.random_allocation import (
     MOST_PARTICIPATIONS,
     SubsetPair,
     allocation_pairs,
 )
-from fedpriv.accounting.pld.sampled_examples import examples_pair
+from fedpriv.accounting.pld.sampled_examples import PoissonPair, examples_pair
 from fedpriv.accounting.round_counts import (
+    Direction,
     Ends,
     Rounds,
     Vector,
@@ -50,7 +50,6 @@ from fedpriv.accounting.round_counts import (
     decreasing,
     folded,
     grouped,
-    unsampled_noise_multiplier,
 )
 from fedpriv.accounting.selection import selected_rdp
 from fedpriv.errors import InvalidValueError, UnsupportedEventError, known_names
@@ -72,8 +71,7 @@ from fedpriv.support.checks import check_types, plain_numbers, text_up
 
 ADD_OR_REMOVE, REPLACE = NeighbouringRelation
 
-_GROUPS = (64, 4096)  # numbers of groups of rounds to try, in order
-_NARROW = 2e-4  # relative width of an interval at which finer groups are not tried
+_GROUPS = 4096, 64  # numbers of groups of rounds to try, in order
 _WIDE = 0.1  # relative width from which looser bounds are tried
 
 
@@ -184,8 +182,7 @@ def poisson_pairs(rounds: Rounds) -> Pairs:
 
 def tightest_epsilon(pairs: Pairs, delta: float) -> Ends:
     """Return an interval of the least ε for which the pairs together are (ε, δ)-DP."""
-    methods = gaussian.epsilon_interval, contour.epsilon_interval, pld.epsilon_interval
-    low, up = _tightest(pairs, delta, *methods)
+    low, up = _tightest(pairs, delta, contour.epsilon_interval, pld.epsilon_interval)
     if low < (1.0 - _WIDE) * up:
         up = min(up, rdp.epsilon_from_rdp(rdp.DEFAULT_ORDERS, _rdp_above(pairs), delta))
         for share in (2.0**-40, 0.5):  # of δ for a user in many rounds
@@ -196,19 +193,17 @@ def tightest_epsilon(pairs: Pairs, delta: float) -> Ends:
 
 def tightest_delta(pairs: Pairs, epsilon: float) -> Ends:
     """Return an interval of the least δ for which the pairs are (ε, δ)-DP at a finite ε."""
-    methods = gaussian.delta_interval, contour.delta_interval, pld.delta_interval
-    low, up = _tightest(pairs, epsilon, *methods)
+    low, up = _tightest(pairs, epsilon, contour.delta_interval, pld.delta_interval)
     return low, _capped_delta(pairs, epsilon, up) if low < (1.0 - _WIDE) * up else up
 
 
 def tightest_deltas(pairs: Pairs, epsilons: Sequence[float], near: Sequence[float]) -> Vector:
     """Return upper bounds of δ at each ε: [epsilons], tight for δ between the deltas `near`."""
-    settings = {(pair.q, pair.z): n for pair, n in pairs.items() if type(pair) is PoissonPair}
-    ups = None
-    if len(settings) == len(pairs) and any(q < 1.0 for q, _ in settings):
+    same, ups = _of_one_kind(pairs), None
+    if same is not None and any(pair.q < 1.0 for pair in pairs):
         with suppress(contour.ContourUnsuitableError):
-            rounds, _ = grouped(folded(settings), _GROUPS[-1])
-            ups = contour.deltas_along(rounds, epsilons, near)
+            rounds, _ = grouped(folded(same[1]), _GROUPS[0])
+            ups = contour.deltas_along(rounds, epsilons, near, same[2])
     if ups is None:
         ups = pld.deltas_above(pairs, epsilons, near)
     if ups[-1] > (1.0 + _WIDE) * min(near):
@@ -227,38 +222,55 @@ def _rdp_above(pairs: Pairs) -> Vector:
     """Return bounds of the RDP of all pairs at the default orders."""
     rounds = Counter[tuple[float, float]]()
     for pair, count in pairs.items():
-        unsampled = 1.0, pair.z / (pair.shift if isinstance(pair, GaussianPair) else 1.0)
-        rounds[(pair.q, pair.z) if isinstance(pair, PoissonPair) else unsampled] += count
+        z = pair.z / (pair.shift if isinstance(pair, GaussianPair) else 1.0)
+        of_users = isinstance(pair, PoissonPair) and pair.examples == 1
+        rounds[pair.q if of_users else 1.0, z] += count
     return rdp.composed_rdp(rounds, rdp.DEFAULT_ORDERS)
+
+
+def _of_one_kind(pairs: Pairs) -> tuple[GaussianPair, Rounds, contour.Views] | None:
+    """Return a kind that has a contour and all pairs, its rounds by (q, z), and its views.
+
+    Gaussian rounds are of every kind.
+    """
+    kinds = {pair.at(1.0, 1.0) for pair in pairs}
+    users = PoissonPair(1.0, 1.0)
+    if len(kinds) > 1 and all(p.q == 1.0 for p in pairs if p.at(1.0, 1.0) == users):
+        kinds.discard(users)
+    match list(kinds):
+        case [ReplacePair() as kind]:
+            views: contour.Views = (contour.View(replaced=True),)
+        case [PoissonPair() as kind]:
+            views = [contour.View(direction, kind.examples) for direction in Direction]
+        case _:
+            return None
+    rounds = Counter[tuple[float, float]]()
+    for pair, count in pairs.items():
+        rounds[pair.q, pair.z * (kind.shift / cast(GaussianPair, pair).shift)] += count
+    return kind, rounds, views
 
 
 def _tightest(
     pairs: Pairs,
     at: float,
-    closed_form: Callable[[float, float], Ends],
-    along_contour: Callable[[Rounds, float], Ends],
+    along_contour: Callable[[Rounds, float, contour.Views], Ends],
     composed: Callable[[Pairs, float], Ends],
 ) -> Ends:
     """Return the intersection of the intervals of all groupings, by the first method that fits."""
-    settings = {(pair.q, pair.z): n for pair, n in pairs.items() if type(pair) is PoissonPair}
-    if len(settings) < len(pairs):
+    same = _of_one_kind(pairs)
+    if same is None or any(pair.z == 0.0 for pair in pairs) or all(pair.q == 1.0 for pair in pairs):
         return composed(pairs, at)
-    z = unsampled_noise_multiplier(settings)
-    if z == 0.0 or all(q == 1.0 for q, _ in settings):
-        return closed_form(at, z)
-    rounds, low, up = folded(settings), 0.0, math.inf
+    kind, settings, views = same
+    rounds = folded(settings)
     for limit in _GROUPS:
         above, below = grouped(rounds, limit)
-        try:
-            ends = along_contour(above, at)
-            low = max(low, ends[0] if below == above else along_contour(below, at)[0])
-            up = min(up, ends[1])
-        except contour.ContourUnsuitableError:
+        with suppress(contour.ContourUnsuitableError):
+            low, up = along_contour(above, at, views)
+            if below is not above:
+                low, _ = along_contour(below, at, views)
             break
-        if len(rounds) <= limit or up - low <= _NARROW * up:
-            break
-    if math.isinf(up):
-        low, up = composed(pairs if rounds is settings else poisson_pairs(rounds), at)
+    else:
+        low, up = composed({kind.at(q, z): n for (q, z), n in rounds.items()}, at)
     return low if rounds == settings else low * (1 - 2.0**-40), up  # for the rounding of `folded`
 
 

@@ -118,7 +118,7 @@ def optimal_bands(
     require(is_whole(p, n), f"bands is {p!r}; {limit}")
     loss = _loss_of(schedule, objective, momentum)
     # A user's columns do not overlap, so the sensitivity is exact for coefficients of any sign.
-    _, c = _minimised(_in_units(loss, _UNIT), _square_root(min(p, separation)) / _UNIT)
+    _, c = _minimised(loss, _square_root(min(p, separation)) / _UNIT)
     c = c / c[0]
     if p > separation or not decreasing(tuple(c.tolist())):
         c = _decreasing_bands(loss, np.append(c, np.zeros(p - len(c))))
@@ -271,14 +271,6 @@ def _search_buffers(
     order = np.argsort(-theta, kind="stable")
     w *= min(1.0, (1.0 - 2.0**-50) / math.fsum(w))
     return value, Buffers(tuple(theta[order].tolist()), tuple(w[order].tolist()))
-
-
-def _in_units(loss: LossAndGradient, unit: float) -> LossAndGradient:
-    def scaled(x: Vector) -> tuple[float, Vector]:
-        value, gradient = loss(unit * x)
-        return value, unit * gradient
-
-    return scaled
 
 
 def _minimised(

@@ -29,29 +29,32 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(12)
 _SERIES = (-2027025.0, 135135.0, -10395.0, 945.0, -105.0, 15.0, -3.0, 1.0, 0.0)
 
 
-def log_delta(epsilon: float, noise_multiplier: float) -> float:
+def log_deltas(epsilons: Vector, noise_multiplier: float) -> Vector:
     """Return log δ ≤ 0, rounded up by about 1e-12; −∞ for z = ∞, and else at least about −5e5."""
-    if noise_multiplier < _LEAST_NOISE:
-        return 0.0
-    if math.isinf(noise_multiplier):
-        return -math.inf
+    if noise_multiplier < _LEAST_NOISE or math.isinf(noise_multiplier):
+        return np.full(epsilons.shape, 0.0 if noise_multiplier < _LEAST_NOISE else -np.inf)
     z = min(noise_multiplier, _MOST_NOISE)
     mu = 1.0 / z
-    scaled = min(epsilon * z, 1e300)
+    scaled = np.minimum(np.minimum(epsilons, 1e300 / max(z, 1.0)) * z, 1e300)
     # A smaller a has a larger δ, so this covers the rounding of a.
     a = scaled - mu / 2 - 4 * _ULP * (scaled + mu / 2)
-    value, _ = _log_delta(np.array([min(max(a, -mu / 2), _LARGEST_A)]), np.array([mu]))
-    return min(0.0, float(value[0]) * (1 - 4 * _ULP) + _MARGIN)
+    value, _ = _log_delta(np.clip(a, -mu / 2, _LARGEST_A), np.full(a.shape, mu))
+    return np.minimum(0.0, value * (1 - 4 * _ULP) + _MARGIN)
 
 
-def delta(epsilon: float, noise_multiplier: float) -> float:
+def deltas(epsilons: Vector, noise_multiplier: float) -> Vector:
     """Return the least δ for which the Gaussian mechanism is (ε, δ)-DP, never below the truth.
 
     For z in [0.05, 1e6] and δ ≥ 1e-300 the relative error is at most 1e-11. It is 1 for z = 0, and
     0 only for z = ∞.
     """
-    log = log_delta(epsilon, noise_multiplier)
-    return 0.0 if math.isinf(log) else max(math.exp(log), math.ulp(0.0))
+    logs = log_deltas(epsilons, noise_multiplier)
+    return np.where(np.isinf(logs), 0.0, np.maximum(np.exp(logs), math.ulp(0.0)))
+
+
+def delta(epsilon: float, noise_multiplier: float) -> float:
+    """Return the δ of `deltas` at one ε."""
+    return float(deltas(np.array([epsilon]), noise_multiplier)[0])
 
 
 def epsilon(delta: float, noise_multiplier: float) -> float:

@@ -234,16 +234,6 @@ def grouped(rounds: Rounds, most: int) -> tuple[Rounds, Rounds]:
     return above, below
 
 
-def typical(rounds: Rounds, most: int) -> tuple[Vector, Vector, Vector]:
-    """Return q, z and counts of up to `most` groups that cost about as much, for plans."""
-    q, z, counts = arrays(rounds)
-    if len(q) <= most:
-        return q, z, counts
-    boxes = _boxes(q, z, counts, most)
-    means = [[float(np.average(x[i], weights=counts[i])) for i in boxes] for x in (q, z)]
-    return np.array(means[0]), np.array(means[1]), np.array([counts[i].sum() for i in boxes])
-
-
 def _boxes(q: Vector, z: Vector, counts: Vector, most: int) -> list[NDArray[np.int64]]:
     """Return the members of each group; boxes with the most variance inside are split first.
 

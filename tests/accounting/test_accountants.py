@@ -110,7 +110,8 @@ class TestTight(IntervalConformance):
         assert deltas[0] == pytest.approx(deltas[1], rel=0.06)
 
     def test_what_the_contour_cannot_do_the_pld_does(self) -> None:
-        for event in (fixed_size_gaussian(10, 300, 3.0, 20), poisson_replace_gaussian(0.1, 3.0)):
+        many = poisson_examples_gaussian(0.1, 30, 60.0)
+        for event in (fixed_size_gaussian(10, 300, 3.0, 20), many):
             tight, pld = (ACCOUNTANTS[name].epsilon([event], 1e-6) for name in ("tight", "pld"))
             assert tight.epsilon == pld.epsilon
             assert tight.epsilon_low == pytest.approx(pld.epsilon_low, rel=1e-3)

@@ -16,7 +16,6 @@ from fedpriv.accounting import gaussian, random_allocation_gaussian
 from fedpriv.accounting.pld import delta_interval as delta_interval_of
 from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
 from fedpriv.accounting.pld import queries
-from fedpriv.accounting.pld.dominating_pairs import PoissonPair
 from fedpriv.accounting.pld.lattice import Lattice, dominated, dominating
 from fedpriv.accounting.pld.random_allocation import (
     AllocationPair,
@@ -24,6 +23,7 @@ from fedpriv.accounting.pld.random_allocation import (
     allocation_pairs,
     sum_of_ratios,
 )
+from fedpriv.accounting.pld.sampled_examples import PoissonPair
 from fedpriv.accounting.round_counts import Direction, Vector
 from tests.accounting.closed_forms import gaussian_delta
 from tests.accounting.pair_conformance import nodes_of

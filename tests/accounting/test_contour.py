@@ -11,15 +11,22 @@ from dp_accounting.pld import privacy_loss_distribution
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedpriv.accounting import delta as delta_of
+from fedpriv.accounting import epsilon as epsilon_of
 from fedpriv.accounting.contour import inversion
 from fedpriv.accounting.contour.inversion import (
     ContourUnsuitableError,
     delta_interval,
     epsilon_interval,
 )
-from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.accounting.policies import (
+    poisson_examples_gaussian,
+    poisson_gaussian,
+    poisson_replace_gaussian,
+)
 from fedpriv.accounting.round_counts import compose
 from fedpriv.errors import UnsupportedEventError
+from fedpriv.ledger.events import RoundEvent
 from tests.accounting import poisson_rounds as pld
 from tests.accounting.closed_forms import gaussian_delta, one_round_delta
 from tests.accounting.poisson_rounds import tight_delta, tight_epsilon
@@ -142,7 +149,7 @@ class TestOneMeaning:
     def test_an_answer_does_not_depend_on_what_was_asked_before(self):
         series = [{(0.02, 0.9): count} for count in range(380, 400)]
         answers = [epsilon_interval(rounds, 1e-6) for rounds in series]
-        for kept in (inversion._kept_along, inversion._kept_bounds, inversion._moments):
+        for kept in (inversion._kept_along, inversion._moments):
             assert kept.cache_info().hits > 0
             kept.cache_clear()
         alone = [epsilon_interval(rounds, 1e-6) for rounds in reversed(series)]
@@ -277,6 +284,46 @@ class TestManyDifferentRounds:
         tight_epsilon(rounds, 1e-6)
         assert tracemalloc.get_traced_memory()[1] < 300 * 2**20
         tracemalloc.stop()
+
+
+def replaced(q: float, z: float, count: int = 1) -> RoundEvent:
+    return poisson_replace_gaussian(q, z, count)
+
+
+def examples(q: float, z: float, count: int = 1) -> RoundEvent:
+    return poisson_examples_gaussian(q, 5, 4 * z, count)
+
+
+@pytest.mark.parametrize("make", [replaced, examples])
+class TestOtherKindsOfPairs:
+    @pytest.mark.parametrize(
+        ("settings", "delta"),
+        [
+            ([(0.01, 1.0, 1000), (0.3, 4.0, 20), (0.002, 0.7, 5000)], 1e-6),
+            ([(0.2, 0.6, 3), (0.9, 3.0, 40), (1.0, 2.0, 2)], 1e-3),
+            ([(1e-4, 2.0, 200_000), (0.05, 8.0, 3000)], 1e-12),
+            ([(0.5, 0.4, 30)], 0.3),
+        ],
+    )
+    def test_intervals_are_inside_those_of_the_fft(self, make, settings, delta):
+        events = [make(*setting) for setting in settings]
+        along, composed = (epsilon_of(events, delta, name) for name in ("tight", "pld"))
+        assert along.epsilon <= along.epsilon_low * (1 + 1e-6)
+        assert composed.epsilon_low <= along.epsilon
+        assert along.epsilon_low <= composed.epsilon
+        at = delta_of(events, along.epsilon)
+        assert at <= delta * (1 + 1e-6)
+
+    def test_thousands_of_different_rounds_cost_what_close_ones_cost(self, make):
+        rng = np.random.default_rng(5)
+        few = [(0.01, 1.0), (0.0103, 1.02), (0.0097, 0.96)]
+        near = 1 + 1e-7 * rng.uniform(-1, 1, (600, 2))
+        many = [make(q * a, z * b) for (q, z), (a, b) in zip(few * 200, near, strict=True)]
+        found = epsilon_of(many, 1e-6)
+        same = epsilon_of([make(q, z, 200) for q, z in few], 1e-6, "pld")
+        assert found.epsilon <= found.epsilon_low * (1 + 1e-5)
+        assert same.epsilon_low * (1 - 1e-5) <= found.epsilon
+        assert found.epsilon_low <= same.epsilon * (1 + 1e-5)
 
 
 class TestEdges:

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from fedpriv.accounting.accountants import ANALYSES, bounds_of
-from fedpriv.accounting.pld.dominating_pairs import FixedSizePair, PoissonPair, ReplacePair
+from fedpriv.accounting.pld.dominating_pairs import FixedSizePair, ReplacePair
 from fedpriv.accounting.pld.random_allocation import SubsetPair, allocation_pairs
-from fedpriv.accounting.pld.sampled_examples import ExamplesPair
+from fedpriv.accounting.pld.sampled_examples import PoissonPair
 from fedpriv.accounting.policies import (
     banded_poisson_gaussian,
     every_user_gaussian,
@@ -21,13 +21,13 @@ from fedpriv.accounting.policies import (
 from fedpriv.ledger.events import ANALYSED, NeighbouringRelation, RoundEvent
 
 ADD_OR_REMOVE, REPLACE = NeighbouringRelation
-EXACT: list[tuple[RoundEvent, PoissonPair | ReplacePair | ExamplesPair]] = [
+EXACT: list[tuple[RoundEvent, PoissonPair | ReplacePair]] = [
     (poisson_gaussian(0.1, 2.0, 5), PoissonPair(0.1, 2.0)),
     (poisson_replace_gaussian(0.1, 2.0, 5), ReplacePair(0.1, 1.0)),
     (every_user_gaussian(2.0, ADD_OR_REMOVE, 5), PoissonPair(1.0, 2.0)),
     (every_user_gaussian(2.0, REPLACE, 5), PoissonPair(1.0, 1.0)),
     (random_allocation_gaussian(1, 1, 2.0, 5), PoissonPair(1.0, 2.0)),
-    (poisson_examples_gaussian(0.1, 8, 2.0, 5), ExamplesPair(0.1, 2.0, examples=8)),
+    (poisson_examples_gaussian(0.1, 8, 2.0, 5), PoissonPair(0.1, 2.0, examples=8)),
     (poisson_examples_gaussian(0.1, 1, 2.0, 5), PoissonPair(0.1, 2.0)),
     (poisson_examples_gaussian(1.0, 8, 2.0, 5), PoissonPair(1.0, 0.25)),
 ]
@@ -35,7 +35,7 @@ EXACT: list[tuple[RoundEvent, PoissonPair | ReplacePair | ExamplesPair]] = [
 
 @pytest.mark.parametrize(("event", "pair"), EXACT)
 def test_what_is_known_exactly_is_its_own_bound(
-    event: RoundEvent, pair: PoissonPair | ReplacePair | ExamplesPair
+    event: RoundEvent, pair: PoissonPair | ReplacePair
 ) -> None:
     bounds = bounds_of([event, event])
     assert bounds.above == bounds.below == {pair: 10}

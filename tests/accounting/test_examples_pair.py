@@ -13,9 +13,8 @@ from scipy.stats import binom, norm
 
 from fedpriv.accounting.pld import delta_interval as delta_interval_of
 from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
-from fedpriv.accounting.pld.dominating_pairs import PoissonPair
 from fedpriv.accounting.pld.lattice import Lattice, dominated, dominating
-from fedpriv.accounting.pld.sampled_examples import ExamplesPair, binomial, examples_pair
+from fedpriv.accounting.pld.sampled_examples import PoissonPair, binomial, examples_pair
 from fedpriv.accounting.round_counts import Direction
 from tests.accounting.pair_conformance import PairConformance, delta_of
 
@@ -53,26 +52,17 @@ def mixture_delta(k: int, q: float, z: float, epsilon: float, direction: Directi
 class TestExamplesPair(PairConformance):
     """With noise per user, so that q = 1 is the Gaussian of the others' suites."""
 
-    def pair(self, q: float, z: float) -> ExamplesPair:
-        return ExamplesPair(q, K * z, examples=K)
+    def pair(self, q: float, z: float) -> PoissonPair:
+        return PoissonPair(q, K * z, examples=K)
 
     def exact_delta(self, q: float, z: float, epsilon: float, direction: Direction) -> float:
         return mixture_delta(K, q, K * z, epsilon, direction)
 
 
-@pytest.mark.parametrize(("q", "z"), [(1e-7, 0.3), (0.01, 1.0), (0.9, 20.0)])
-def test_one_example_is_a_poisson_sampled_user(q: float, z: float) -> None:
-    # At the infimum of the loss no number tells x.
-    edges = np.linspace(*PoissonPair(q, z).span(1e-6), 200)[1:]
-    found, expected = ExamplesPair(q, z, examples=1).masses(edges), PoissonPair(q, z).masses(edges)
-    assert found == pytest.approx(expected, rel=1e-11, abs=1e-15 * q)
-    assert examples_pair(1, q, z) == PoissonPair(q, z)
-
-
 @pytest.mark.parametrize("delta", [1e-9, 1e-3])
 def test_examples_that_are_all_drawn_are_one_gaussian(delta: float) -> None:
     assert examples_pair(8, 1.0, 16.0) == PoissonPair(1.0, 2.0)
-    found = epsilon_interval_of({ExamplesPair(1.0, 16.0, examples=8): 5}, delta)
+    found = epsilon_interval_of({PoissonPair(1.0, 16.0, examples=8): 5}, delta)
     assert found == pytest.approx(epsilon_interval_of({PoissonPair(1.0, 2.0): 5}, delta))
 
 
@@ -85,7 +75,7 @@ def test_binomial_weights(trials: int, q: float) -> None:
 
 @pytest.mark.parametrize(("k", "q", "z"), [(10, 0.01, 0.7), (400, 0.01, 6.0), (30, 0.9, 40.0)])
 def test_the_loss_is_increasing_and_inverted(k: int, q: float, z: float) -> None:
-    law = ExamplesPair(q, z, examples=k)._law
+    law = PoissonPair(q, z, examples=k).law
     x = np.linspace(-3.0 * z, k * q + 3 * z, 301)
     loss = law.loss(x)
     assert (np.diff(loss) > 0).all()
@@ -103,7 +93,7 @@ def test_the_loss_is_increasing_and_inverted(k: int, q: float, z: float) -> None
 def test_few_counts_enclose_all(
     k: int, q: float, z: float, tail: float, direction: Direction
 ) -> None:
-    pair = ExamplesPair(q, z, examples=k)
+    pair = PoissonPair(q, z, examples=k)
     below, above = pair.at_most_as_bad(tail), pair.at_least_as_bad(tail)
     assert below is not pair
     assert len(above.counts) < len(binomial(k, q))
@@ -124,7 +114,7 @@ def test_few_counts_enclose_all(
 @pytest.mark.parametrize("direction", Direction)
 def test_many_counts_are_put_together_in_runs_outward(direction: Direction) -> None:
     k, q, z = 100_000, 0.5, 50_000.0
-    pair, weights = ExamplesPair(q, z, examples=k), binom.pmf(np.arange(k + 1), k, q)
+    pair, weights = PoissonPair(q, z, examples=k), binom.pmf(np.arange(k + 1), k, q)
     below, above = pair.at_most_as_bad(1e-10), pair.at_least_as_bad(1e-10)
     assert len(above.counts) < 1100 < (weights > 1e-20).sum()
     at_least = np.cumsum(weights[::-1])[::-1]
@@ -185,7 +175,7 @@ def test_compositions_are_those_of_a_published_library(
         value_discretization_interval=2e-3,
     )
     pessimistic = published.self_compose(rounds).get_epsilon_for_delta(1e-6)
-    low, up = epsilon_interval_of({ExamplesPair(q, z, examples=k): rounds}, 1e-6)
+    low, up = epsilon_interval_of({PoissonPair(q, z, examples=k): rounds}, 1e-6)
     assert low <= pessimistic <= up * 1.001
 
 
@@ -193,7 +183,7 @@ def test_compositions_are_those_of_a_published_library(
 def test_a_large_delta_is_told_as_narrowly_as_a_small_one(
     k: int, q: float, z: float, delta: float
 ) -> None:
-    low, up = epsilon_interval_of({ExamplesPair(q, z, examples=k): 1}, delta)
+    low, up = epsilon_interval_of({PoissonPair(q, z, examples=k): 1}, delta)
     assert low < up < 1.001 * low
     at_low, at_up = (max(mixture_delta(k, q, z, e, way) for way in Direction) for e in (low, up))
     assert at_up <= delta <= at_low
@@ -211,10 +201,10 @@ def test_more_examples_more_sampling_and_less_noise_cost_more() -> None:
 
 
 def test_many_settings_are_grouped_outward() -> None:
-    pairs = {ExamplesPair(q, 6.0, examples=8): 1 for q in np.linspace(0.01, 0.05, 60).tolist()}
+    pairs = {PoissonPair(q, 6.0, examples=8): 1 for q in np.linspace(0.01, 0.05, 60).tolist()}
     low, up = epsilon_interval_of(pairs, 1e-6)
     least, most = (
-        epsilon_interval_of({ExamplesPair(q, 6.0, examples=8): 60}, 1e-6) for q in (0.01, 0.05)
+        epsilon_interval_of({PoissonPair(q, 6.0, examples=8): 60}, 1e-6) for q in (0.01, 0.05)
     )
     assert least[0] < low <= up < most[1]
     assert up < 1.1 * low
@@ -222,18 +212,18 @@ def test_many_settings_are_grouped_outward() -> None:
 
 @pytest.mark.parametrize(("k", "q", "z"), [(1000, 0.3, 1.0), (1000, 0.3, 14.9), (5, 0.5, 0.04)])
 def test_what_leaves_the_computed_range_has_no_upper_end(k: int, q: float, z: float) -> None:
-    low, up = epsilon_interval_of({ExamplesPair(q, z, examples=k): 1}, 1e-6)
+    low, up = epsilon_interval_of({PoissonPair(q, z, examples=k): 1}, 1e-6)
     assert 0.0 < low < up == math.inf
-    assert delta_interval_of({ExamplesPair(q, z, examples=k): 1}, 3.0)[1] == 1.0
+    assert delta_interval_of({PoissonPair(q, z, examples=k): 1}, 3.0)[1] == 1.0
 
 
 def test_noise_counts_relative_to_what_is_usually_drawn() -> None:
-    low, up = epsilon_interval_of({ExamplesPair(0.5, 2e6, examples=10**6): 10}, 1e-6)
+    low, up = epsilon_interval_of({PoissonPair(0.5, 2e6, examples=10**6): 10}, 1e-6)
     assert 0.0 < low < up < 1.001 * low
 
 
 @pytest.mark.parametrize(("q", "z"), [(1e-9, 0.06), (1e-12, 1.0)])
 def test_examples_rarer_than_delta_have_a_price(q: float, z: float) -> None:
     for delta in (1e-3, 0.5):
-        low, up = epsilon_interval_of({ExamplesPair(q, z, examples=2): 1}, delta)
+        low, up = epsilon_interval_of({PoissonPair(q, z, examples=2): 1}, delta)
         assert low == 0.0 <= up < math.inf

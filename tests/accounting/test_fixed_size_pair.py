@@ -9,7 +9,8 @@ from scipy.stats import norm
 
 from fedpriv.accounting.pld import delta_interval as delta_interval_of
 from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
-from fedpriv.accounting.pld.dominating_pairs import FixedSizePair, PoissonPair
+from fedpriv.accounting.pld.dominating_pairs import FixedSizePair
+from fedpriv.accounting.pld.sampled_examples import PoissonPair
 from fedpriv.accounting.round_counts import Direction
 from tests.accounting.pair_conformance import PairConformance
 from tests.accounting.test_poisson_pair import poisson_delta

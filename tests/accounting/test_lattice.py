@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.accounting.pld.dominating_pairs import PoissonPair
 from fedpriv.accounting.pld.lattice import Lattice, _spaced, lattice_points
+from fedpriv.accounting.pld.sampled_examples import PoissonPair
 from fedpriv.accounting.round_counts import Direction
 
 

@@ -8,12 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.accounting.pld.dominating_pairs import (
-    gaussian_masses,
-    privacy_loss,
-    sample_at,
-    sample_range,
-)
+from fedpriv.accounting.pld.sampled_examples import PoissonPair, gaussian_masses
 
 PAIRS = [(q, z) for q in (1e-7, 1e-3, 0.3, 1.0) for z in (0.2, 1.0, 100.0)]
 
@@ -27,18 +22,19 @@ def exact_loss(x: float, q: float, z: float) -> mpmath.mpf:
 @pytest.mark.parametrize(("q", "z"), PAIRS)
 def test_loss_and_its_inverse_are_accurate(q: float, z: float) -> None:
     x = 0.5 + z * np.array([-6.0, -1.0, -1e-3, 0.0, 1e-6, 1.0, 6.0, 12.0])
-    loss = privacy_loss(x, q, z)
+    law = PoissonPair(q, z).law
+    loss = law.loss(x)
     for each, at in zip(loss, x, strict=True):
         expected = exact_loss(float(at), q, z)
         assert abs(float(each - expected)) <= 1e-14 * q + 1e-14 * abs(float(expected))
-    back = sample_at(loss, q, z)
+    back = law.sample_at(loss)
     least = math.log1p(-q) if q < 1.0 else -math.inf
     rising = loss > least * (1 - 1e-6)  # where the loss is flat the inverse is not defined
     assert back[rising] == pytest.approx(x[rising], abs=1e-6 * z, rel=1e-9)
 
 
 def test_no_sample_has_a_loss_at_or_below_the_least() -> None:
-    x = sample_at(np.array([-1.0, math.log1p(-0.25), 0.0]), 0.25, 1.0)
+    x = PoissonPair(0.25, 1.0).law.sample_at(np.array([-1.0, math.log1p(-0.25), 0.0]))
     assert list(x[:2]) == [-math.inf, -math.inf]
     assert x[2] == pytest.approx(0.5)
 
@@ -49,8 +45,8 @@ def test_no_sample_has_a_loss_at_or_below_the_least() -> None:
     z=st.floats(0.2, 100.0),
     tail=st.floats(-100.0, -1.0).map(lambda t: 10**t),
 )
-def test_sample_range_leaves_out_at_most_the_tail(q: float, z: float, tail: float) -> None:
-    low, high = sample_range(q, z, tail)
+def test_outputs_leave_out_at_most_the_tail(q: float, z: float, tail: float) -> None:
+    low, high = PoissonPair(q, z).law.outputs(tail)
     ends = np.array([-np.inf, low]), np.array([high, np.inf])
     for end in ends:
         absent, present = (gaussian_masses(end[:1], end[1:], mean, z)[0] for mean in (0.0, 1.0))

@@ -15,9 +15,9 @@ from fedpriv.accounting import epsilon as epsilon_of
 from fedpriv.accounting.pld import delta_interval as delta_interval_of
 from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
 from fedpriv.accounting.pld import queries
-from fedpriv.accounting.pld.dominating_pairs import FixedSizePair, PoissonPair, ReplacePair
+from fedpriv.accounting.pld.dominating_pairs import FixedSizePair, ReplacePair
 from fedpriv.accounting.pld.lattice import LossPair
-from fedpriv.accounting.pld.sampled_examples import ExamplesPair
+from fedpriv.accounting.pld.sampled_examples import PoissonPair
 from fedpriv.errors import InvalidValueError
 from tests.accounting import contour_integral
 from tests.accounting.closed_forms import gaussian_delta, one_round_delta
@@ -337,7 +337,7 @@ def test_who_is_sampled_counts_as_seen_where_there_is_hardly_any_noise(q: float,
         (PoissonPair(1e-7, 1e-3), 1e-7),
         (ReplacePair(1e-7, 1e-3), 1e-7),
         (FixedSizePair(1e-7, 1e-3), 1e-7),
-        (ExamplesPair(1e-8, 1e-3, examples=10), 1e-7),
+        (PoissonPair(1e-8, 1e-3, examples=10), 1e-7),
     ],
 )
 def test_rounds_with_hardly_any_noise_add_the_chance_of_being_sampled(

@@ -4,8 +4,8 @@ import mpmath
 import numpy as np
 import pytest
 
-from fedpriv.accounting.pld.dominating_pairs import PoissonPair, sample_at
 from fedpriv.accounting.pld.lattice import Lattice, dominated, dominating
+from fedpriv.accounting.pld.sampled_examples import PoissonPair
 from fedpriv.accounting.round_counts import Direction
 from tests.accounting.closed_forms import poisson_delta
 from tests.accounting.pair_conformance import PairConformance, delta_of, losses
@@ -41,8 +41,9 @@ def test_jumps_far_apart_leave_the_bulk_in_one_atom() -> None:
 @pytest.mark.parametrize("z", [0.2, 0.5, 3.0])
 def test_the_centre_is_the_mean_of_a_cell_that_holds_nearly_all(q: float, z: float) -> None:
     step = 20 * q / z  # far wider than the bulk of the losses
-    centre = PoissonPair(q, z).centre(step)
-    low, high = (float(sample_at(np.array([centre + side * step]), q, z)[0]) for side in (-1, 1))
+    law = PoissonPair(q, z).law
+    centre = law.centre(step)
+    low, high = law.sample_at(centre + step * np.array([-1.0, 1.0])).tolist()
     absent, present = (mpmath.ncdf(high, m, z) - mpmath.ncdf(low, m, z) for m in (0, 1))
     merged = float(mpmath.log(1 - q + q * present / absent))
     assert merged == pytest.approx(centre, abs=1e-7 * step)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from fedpriv.accounting import calibrate_noise_multiplier, epsilon, poisson_gaussian
 from fedpriv.accounting.accountants import poisson_pairs
 from fedpriv.accounting.pld import noise_of_sampled
-from fedpriv.accounting.pld.dominating_pairs import FixedSizePair, PoissonPair, ReplacePair
+from fedpriv.accounting.pld.dominating_pairs import FixedSizePair, ReplacePair
 from fedpriv.accounting.pld.lattice import LossPair
 from fedpriv.accounting.pld.queries import delta_interval, epsilon_interval, exposure
 from fedpriv.accounting.pld.random_allocation import AllocationPair
-from fedpriv.accounting.pld.sampled_examples import ExamplesPair
+from fedpriv.accounting.pld.sampled_examples import PoissonPair
 from fedpriv.accounting.round_counts import Direction
 from tests.accounting import poisson_rounds
 from tests.accounting.closed_forms import one_round_delta, poisson_delta
@@ -38,8 +38,8 @@ def test_calibration_finds_the_least_noise_where_delta_covers_all_users_sampled(
     assert calibrate_noise_multiplier(1.0, 0.0395, 11379, 1.36e-6) == 0.05
 
 
-@pytest.mark.parametrize("pair", [PoissonPair(1e-6, 0.05), ExamplesPair(1e-6, 0.1, examples=3)])
-def test_no_loss_of_an_added_user_is_above_the_largest(pair: PoissonPair | ExamplesPair) -> None:
+@pytest.mark.parametrize("pair", [PoissonPair(1e-6, 0.05), PoissonPair(1e-6, 0.1, examples=3)])
+def test_no_loss_of_an_added_user_is_above_the_largest(pair: PoissonPair) -> None:
     examples = getattr(pair, "examples", 1)
     assert pair.least == pytest.approx(examples * math.log1p(-pair.q), rel=1e-12)
     # The probability of a loss near the least is almost 1, and none is below it.
@@ -127,7 +127,7 @@ def test_one_round_of_little_noise_leaves_the_interval_narrow() -> None:
 EXPOSED: list[tuple[Mapping[LossPair, int], float]] = [
     ({PoissonPair(0.01, 1.0): 3}, 1 - 0.99**3),
     ({ReplacePair(0.01, 1.0): 2, FixedSizePair(0.2, 1.0): 1}, 1 - 0.99**2 * 0.8),
-    ({ExamplesPair(0.01, 1.0, examples=5): 2}, 1 - 0.95**2),
+    ({PoissonPair(0.01, 1.0, examples=5): 2}, 1 - 0.95**2),
     ({AllocationPair(100, 1.0): 1}, 1.0),
     ({PoissonPair(1e-9, 0.0): 1}, 1.0),
 ]

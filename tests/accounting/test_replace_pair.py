@@ -12,7 +12,8 @@ from scipy.stats import norm
 
 from fedpriv.accounting.pld import delta_interval as delta_interval_of
 from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
-from fedpriv.accounting.pld.dominating_pairs import PoissonPair, ReplacePair
+from fedpriv.accounting.pld.dominating_pairs import ReplacePair
+from fedpriv.accounting.pld.sampled_examples import PoissonPair
 from fedpriv.accounting.round_counts import Direction
 from tests.accounting.pair_conformance import PairConformance
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from fedpriv.accounting.contour.inversion import conversion
-from fedpriv.accounting.pld.dominating_pairs import PoissonPair
 from fedpriv.accounting.pld.queries import (
     _aim_at_delta,
     _aim_at_epsilon,
     _cumulant,
     _resolved,
 )
+from fedpriv.accounting.pld.sampled_examples import PoissonPair
 from fedpriv.accounting.round_counts import Direction
 
 CASES = [((0.01, 1.0), 2.5, Direction.REMOVE), ((0.3, 2.0), 4.0, Direction.ADD)]

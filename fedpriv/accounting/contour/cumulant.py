@@ -1,10 +1,13 @@
 """The privacy loss of one round: its cumulant generating function, and bounds on its error.
 
-One round with sampling probability q and noise multiplier z is dominated by the pair
-P = (1 − q)·N(0, z²) + q·N(1, z²) and Q = N(0, z²) (Zhu, Dong & Wang 2022, Theorem 11). With x = z·y
-its likelihood ratio is A(y) = 1 − q + q·r(y), r(y) = exp(y/z − 1/(2z²)) and, for y ~ N(0, 1),
+One round with sampling probability q and noise multiplier z on up to k examples of each user is
+dominated by a pair of P = Σ_j Bin(k, q)(j)·N(j, z²) and Q = N(0, z²), with k = 1 for users
+(`pld` has the proofs). With x = z·y its likelihood ratio is A(y) = Σ_j Bin(k, q)(j)·r_j(y),
+r_j(y) = exp(jy/z − j²/(2z²)). If a user is replaced, Q is the mirror image of P, with the ratio
+A(−y) to N(0, z²). For y ~ N(0, 1),
 
-    E[e^{wL}] = E[A(y)^s],   s = 1 + w when the user is removed,   s = −w when the user is added.
+    E[e^{wL}] = E[A(y)^a·A(−y)^b],   (a, b) = (1 + w, 0) when the user is removed,
+    (a, b) = (−w, 0) when it is added,   (a, b) = (1 + w, −w) when it is replaced.
 
 The expectation is taken over a window of y: losses outside it are too rare to matter for δ, but may
 be large enough to spoil the cumulant. Inside it, Gauss–Legendre quadrature keeps all digits. Arrays
@@ -12,6 +15,7 @@ with a row for each setting (q, z) have p rows, and arrays with a column for eac
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -38,11 +42,49 @@ _TRUSTED = 0.9  # share of a decay that counts; the rest covers the error of its
 _INTERVALS = 96  # of a window, in each of which a density's peak is bounded
 
 
+class View(NamedTuple):
+    """The kind of pairs, and the neighbour that the mechanism ran on."""
+
+    direction: Direction = Direction.REMOVE
+    examples: int = 1  # k
+    replaced: bool = False  # then both directions agree, and z is relative to one clipping norm
+
+    def powers(self, c: float) -> tuple[float, ...]:
+        """Return a for w = c, and b if a user is replaced."""
+        if self.replaced:
+            return 1.0 + c, -c
+        return (1.0 + c,) if self.direction is Direction.REMOVE else (-c,)
+
+    @property
+    def signs(self) -> tuple[int, ...]:
+        """The loss is the sum of these times log A(y) and log A(−y)."""
+        return (1, -1) if self.replaced else (int(self.direction),)
+
+
+class Side(NamedTuple):
+    """log A, at y or at −y, of p settings and n nodes."""
+
+    log_ratio: Vector  # [p, n]
+    shares: Vector  # [k, p, n] probabilities given y that j = 1, …, k examples took part
+
+    @property
+    def present(self) -> Vector:
+        """[p, n] probability that the user took part given y; it increases with y."""
+        return np.asarray(self.shares.sum(axis=0))
+
+    @property
+    def moments(self) -> tuple[Vector, Vector]:
+        """Mean and variance of j given y, [p, n] each."""
+        mean = sum(j * share for j, share in enumerate(self.shares, 1))
+        square = sum(j * j * share for j, share in enumerate(self.shares, 1))
+        return np.asarray(mean), np.maximum(square - mean**2, 0.0)
+
+
 @dataclass(frozen=True)
 class Losses:
     """The privacy loss of one round of each of p settings, at n nodes in a window."""
 
-    direction: Direction
+    view: View
     q: Vector  # [p, 1]
     z: Vector  # [p, 1]
     low: Vector  # [p, 1] ends of the window
@@ -51,9 +93,7 @@ class Losses:
     y: Vector  # [p, n] the nodes
     weight: Vector  # [p, n] probabilities of the nodes under Q
     log_weight: Vector
-    log_ratio: Vector  # [p, n] log A, which is L or −L
-    present: Vector  # [p, n] probability that the user took part given y
-    absent: Vector  # [p, n] 1 minus that
+    sides: tuple[Side, ...]  # at y, and at −y if a user is replaced
 
     @property
     def beyond_cut(self) -> Vector:
@@ -68,7 +108,7 @@ class DirectedRounds:
     q: Vector  # [p]
     z: Vector  # [p]
     counts: Vector  # [p] number of rounds of each setting
-    direction: Direction
+    view: View
     certainty: float = math.log(1e9)  # log of the ratio of δ to each error that a plan controls
 
     @property
@@ -83,7 +123,7 @@ class DirectedRounds:
     @cached_property
     def settings(self) -> "RoundSettings":
         """The settings without counts, as a key of caches."""
-        return RoundSettings(tuple(self.q.tolist()), tuple(self.z.tolist()), self.direction)
+        return RoundSettings(tuple(self.q.tolist()), tuple(self.z.tolist()), self.view)
 
 
 class RoundSettings(NamedTuple):
@@ -91,12 +131,12 @@ class RoundSettings(NamedTuple):
 
     q: tuple[float, ...]
     z: tuple[float, ...]
-    direction: Direction
+    view: View
 
     def survey(self, log_tail: float) -> Losses:
         """Return losses at a few nodes, enough for plans."""
         q, z = np.array(self.q), np.array(self.z)
-        return losses(q, z, window(q, z, log_tail, self.direction), self.direction, _SURVEY)
+        return losses(q, z, window(q, z, log_tail, self.view), self.view, _SURVEY)
 
 
 @dataclass(frozen=True)
@@ -104,19 +144,19 @@ class Tilted:
     """Losses under the tilt e^{cL}/E[e^{cL}]."""
 
     losses: Losses
-    order: float  # the power s of the likelihood ratio for w = c
+    powers: tuple[float, ...]  # of the likelihood ratios for w = c
     log_mgf: Vector  # [p] log E[e^{cL}]
     mass: Vector  # [p, n] probabilities under the tilt
 
     @cached_property
     def mean(self) -> Vector:
         """Mean of the loss, [p]."""
-        return np.asarray(self.losses.direction * (self.mass * self.losses.log_ratio).sum(axis=1))
+        return np.asarray((self.mass * _combined(self.losses, self.losses.view.signs)).sum(axis=1))
 
     @cached_property
     def loss(self) -> Vector:
         """The loss minus its mean, [p, n]."""
-        return self.losses.direction * self.losses.log_ratio - self.mean[:, None]
+        return _combined(self.losses, self.losses.view.signs) - self.mean[:, None]
 
     @cached_property
     def variance(self) -> Vector:
@@ -125,56 +165,78 @@ class Tilted:
 
     @cached_property
     def rounding(self) -> Vector:
-        """Bound on the relative error of sums over the nodes, per unit of |s|: [p]."""
+        """Bound on the relative error of sums over the nodes, per unit of max(|a|, |b|): [p]."""
         # The error of a sum of n products is at most n + 2 roundings of its absolute terms, which
-        # are at most |s|·|L|·max(1, A^s) for E[A^s − 1]. A loss has some 60 roundings, a product of
-        # 32 factors e^{iL} has 5 for each, and a weight has (60 + n/32)/(1 − x²), since 1 − x²
-        # cancels near the ends.
-        n, square = self.mass.shape[1], 1 - self.losses.place**2
-        terms = (self.mass + self.losses.weight) * np.abs(self.losses.log_ratio)
+        # are at most |s|·|log A|·max(1, A^s) for E[A^s − 1]. A loss has some 60 roundings (k times
+        # as many, of all terms, for examples), a product of 32 factors e^{iL} has 5 for each, and a
+        # weight has (60 + n/32)/(1 − x²), since 1 − x² cancels near the ends.
+        n, square, k = self.mass.shape[1], 1 - self.losses.place**2, self.losses.view.examples
+        size = sum(np.abs(side.log_ratio) for side in self.losses.sides)
+        if k > 1:
+            size = k * (size + np.minimum(self.losses.sides[0].present, self.losses.q))
+        terms = (self.mass + self.losses.weight) * size
         return np.asarray(EPS * (terms @ (n + 160 + (64 + n / 32) / square)))
 
 
-def losses(
-    q: Vector, z: Vector, ends: tuple[Vector, Vector], direction: Direction, nodes: int
-) -> Losses:
+def losses(q: Vector, z: Vector, ends: tuple[Vector, Vector], view: View, nodes: int) -> Losses:
     """Return the loss of one round of settings [p] between the ends [p, 1] of a window."""
     q, z = q[:, None], z[:, None]
     low, high = ends
     place, log_rule = gauss_legendre(nodes)
     y = low + (high - low) / 2 * (1 + place)
     log_weight = np.log((high - low) / np.sqrt(8 * np.pi)) + log_rule - y * y / 2
-    log_r = (y - 0.5 / z) / z
-    log_ratio = log_likelihood_ratio(log_r, q)
-    present = np.exp(np.log(q) + log_r - log_ratio)
-    absent = np.exp(log_absent(q) - log_ratio)
-    weight = np.exp(log_weight)
-    return Losses(
-        direction, q, z, low, high, place, y, weight, log_weight, log_ratio, present, absent
-    )
+    sides = _sides(view, q, z, y)
+    return Losses(view, q, z, low, high, place, y, np.exp(log_weight), log_weight, sides)
+
+
+def _sides(view: View, q: Vector, z: Vector, y: Vector) -> tuple[Side, ...]:
+    """Return log A at outputs y [p, n], and at −y if a user is replaced, for q and z [p, 1]."""
+    return tuple(_side(view.examples, q, z, at) for at in ((y, -y) if view.replaced else (y,)))
+
+
+def _side(k: int, q: Vector, z: Vector, y: Vector) -> Side:
+    if k == 1:
+        log_r = (y - 0.5 / z) / z
+        log_ratio = log_likelihood_ratio(log_r, q)
+        return Side(log_ratio, np.exp(np.log(q) + log_r - log_ratio)[None])
+    weights, j = np.array(_binomial(k, q)), np.arange(k + 1.0)[:, None, None]
+    with np.errstate(divide="ignore"):  # of probabilities that are 0, for q = 1
+        exponents = np.log(weights) + j * (y - j / z / 2) / z
+    top = exponents.max(axis=0)
+    terms = np.exp(exponents - top)
+    rise = terms[1:].sum(axis=0) * np.exp(np.minimum(top, 1.0)) - weights[1:].sum(axis=0)
+    near, total = np.log1p(np.clip(rise, -0.5, 0.5)), terms.sum(axis=0)
+    log_ratio = np.where(np.abs(rise) < 0.5, near, top + np.log(total))
+    return Side(log_ratio, terms[1:] / total)
+
+
+def _binomial(k: int, q: Vector) -> list[Vector]:
+    """Return Bin(k, q)(j) for j = 0, …, k."""
+    return [math.comb(k, j) * q**j * (1.0 - q) ** (k - j) for j in range(k + 1)]
+
+
+def _combined(losses: Losses, factors: Iterable[float]) -> Vector:
+    """Return the sum of the logarithms of both sides times these factors: [p, n]."""
+    terms = (x * side.log_ratio for x, side in zip(factors, losses.sides, strict=True))
+    return np.asarray(sum(terms))
 
 
 def tilt(untilted: Losses, c: float) -> Tilted:
     """Return losses tilted by e^{cL}, c > 0."""
-    s = power(untilted.direction, c)
-    change = s * untilted.log_ratio
+    powers = untilted.view.powers(c)
+    change = _combined(untilted, powers)
     exponent = untilted.log_weight + change
     top = exponent.max(axis=1, keepdims=True)
     mass = np.exp(exponent - top)
     log_mgf = top[:, 0] + np.log(mass.sum(axis=1))
     if (log_mgf < 0.5).any():
-        # E[A^s − 1] keeps all digits of a tiny q; A^s = e^change.
+        # E[e^change − 1] keeps all digits of a tiny q.
         rise = untilted.weight * np.expm1(np.minimum(change, 30.0))
         rise = np.where(change > 30.0, np.exp(np.minimum(exponent, 1.0)), rise).sum(axis=1)
         rise -= (ndtr(untilted.low) + ndtr(-untilted.high))[:, 0]
         log_mgf = np.where(log_mgf < 0.5, np.log1p(np.maximum(rise, -0.5)), log_mgf)
     mass *= np.exp(top - log_mgf[:, None])
-    return Tilted(untilted, s, log_mgf, mass)
-
-
-def power(direction: Direction, c: float) -> float:
-    """Return the power s of the likelihood ratio for w = c."""
-    return 1.0 + c if direction is Direction.REMOVE else -c
+    return Tilted(untilted, powers, log_mgf, mass)
 
 
 def log_absent(q: Vector) -> Vector:
@@ -192,27 +254,33 @@ def log_likelihood_ratio(log_r: Vector, q: Vector) -> Vector:
     return np.where(far, np.logaddexp(log_absent(q), np.log(q) + log_r), log_ratio)
 
 
-def window(q: Vector, z: Vector, log_tail: float, direction: Direction) -> tuple[Vector, Vector]:
+def window(q: Vector, z: Vector, log_tail: float, view: View) -> tuple[Vector, Vector]:
     """Return ends [p, 1] of intervals that contain y except with probability e^log_tail."""
     # A third of the tail each for y below without the user, above without, and above with it.
     log_third = log_tail - np.log(3.0)
     absent = np.full((len(q), 1), -ndtri_exp(log_third))
-    if direction is Direction.ADD:
+    if view.direction is Direction.ADD:
         return -absent, absent
-    log_present = np.minimum(log_third - np.log(q), -np.log(2.0))
-    return -absent, np.maximum(absent, (1 / z - ndtri_exp(log_present))[:, None])
+    high, k = absent, view.examples
+    for j, weight in enumerate(_binomial(k, q)[1:], 1):
+        with np.errstate(divide="ignore"):
+            log_present = np.minimum(log_third - np.log(k * weight), -np.log(2.0))
+        high = np.maximum(high, (j / z - ndtri_exp(log_present))[:, None])
+    return -absent, high
 
 
 def support(survey: Losses, tilts: tuple[float, ...]) -> tuple[Vector, Vector]:
     """Return ends [p, 1] of the part of a window where a tilted density is ≥ e^−50 of its peak.
 
-    log f = −y²/2 + s·log A has (log f)'' ≥ −1 for s ≥ 0, so no peak hides between nodes; for s < 0
-    it is concave.
+    log f = −y²/2 + a·log A(y) + b·log A(−y), and log A is convex with (log A)'' ≤ k²/(4z²). So f is
+    log-concave when a user is added; else (log f)'' ≥ −1 − c·k²/(4z²) bounds peaks between nodes.
     """
-    is_inside = np.zeros(survey.y.shape, dtype=np.bool_)
+    is_inside, view = np.zeros(survey.y.shape, dtype=np.bool_), survey.view
+    widest = np.diff(survey.y, axis=1).max(axis=1, keepdims=True)
     for c in tilts:
-        exponent = power(survey.direction, c) * survey.log_ratio - survey.y**2 / 2
-        is_inside |= exponent > exponent.max(axis=1, keepdims=True) - _CUT
+        cut = _CUT + (c / 32 * (view.examples * widest / survey.z) ** 2 if view.replaced else 0.0)
+        exponent = _combined(survey, view.powers(c)) - survey.y**2 / 2
+        is_inside |= exponent > exponent.max(axis=1, keepdims=True) - cut
     edges = np.concatenate([survey.low, survey.y, survey.high], axis=1)
     first = is_inside.argmax(axis=1)[:, None]
     last = edges.shape[1] - 1 - is_inside[:, ::-1].argmax(axis=1)[:, None]
@@ -288,33 +356,40 @@ def gauss_legendre(nodes: int) -> tuple[Vector, Vector]:
 def decay(tilted: Tilted, t: float) -> Vector:
     """Return b ≥ 0 with |φ(u)| ≤ e^−b for all u ≥ t, where φ(t) = E[e^{itL}] under the tilt: [p].
 
-    Let f be the tilted density of y and F(y) = f(y)·e^{itL(y)}, analytic for |Im y| < πz. At
-    y + id, with θ = d/z and the probability p(y) that the user took part,
+    Let f be the tilted density of y and F(y) = f(y)·e^{itL(y)}, analytic for |Im y| < πz/k. At
+    y + id, with θ = d/z and the distribution of the number j of examples given y,
 
-        log |F(y + id)/f(y)| = d²/2 + s·log |1 − p + p·e^{iθ}| ∓ t·arg(1 − p + p·e^{iθ}),
+        log |F(y + id)/f(y)| = d²/2 + a·log |E[e^{ijθ}]| ∓ t·arg E[e^{ijθ}]
 
-    and by Cauchy's theorem |φ(t)| ≤ ∫ |F(y + i·d(y))|·√(1 + d'²) dy for any d that vanishes at the
-    ends of the window. On a fixed path every factor e^{−u·arg} decreases with u. For small t the
-    bound is 1 − α·t²·E[p²]/z² + α²·t²·(…)/2 if d = α·t·p/z. The integral is a sum over the nodes;
-    its error is not proved, and a tenth of b is left for it.
+    with the like terms of b, at −y, if a user is replaced. By Cauchy's theorem
+    |φ(t)| ≤ ∫ |F(y + i·d(y))|·√(1 + d'²) dy for any d that vanishes at the ends of the window. On a
+    fixed path every factor e^{−u·arg} decreases with u. For small t the bound is
+    1 − α·t²·E[L'²] + α²·t²·(…)/2 if d = α·t·L', where zL' is the mean of j, or the sum of those at
+    y and −y. The integral is a sum over the nodes; its error is not proved, and a tenth of b is
+    left for it.
     """
-    losses = tilted.losses
-    p, z = losses.present, losses.z
-    slope = p * losses.absent / z
-    gain = (tilted.mass * p**2).sum(axis=1, keepdims=True)
-    cost = slope**2 - tilted.order * slope / z * p**2
+    losses, view = tilted.losses, tilted.losses.view
+    z, moments = losses.z, [side.moments for side in losses.sides]
+    mean = sum(m for m, _ in moments)
+    spread = [v for _, v in moments]
+    slope = (spread[0] - spread[1] if view.replaced else spread[0]) / z
+    gain = (tilted.mass * mean**2).sum(axis=1, keepdims=True)
+    cost = (
+        slope**2 - sum(x * v for x, v in zip(tilted.powers, spread, strict=True)) * (mean / z) ** 2
+    )
     cost = (tilted.mass * cost).sum(axis=1, keepdims=True)
     alpha = gain / np.maximum(gain + cost, gain / 4 + TINY)
     half = (losses.high - losses.low) / 2
     taper = 1 - losses.place**_TAPER
     taper_slope = -_TAPER * losses.place ** (_TAPER - 1) / half
-    ideal = _SHARE * alpha * t * p / z**2
-    limit = 1 + ideal / LARGEST_ANGLE
+    ideal = _SHARE * alpha * t * mean / z**2
+    limit = 1 + ideal / (LARGEST_ANGLE / view.examples)
     angle = ideal / limit * taper
     bend = _SHARE * alpha * t * slope / z / limit**2 * taper + z * ideal / limit * taper_slope
-    change, argument = turned(p, losses.absent, angle)
-    exponent = (z * angle) ** 2 / 2 + tilted.order * change
-    exponent += np.log1p(bend**2) / 2 - t * argument
+    exponent = (z * angle) ** 2 / 2 + np.log1p(bend**2) / 2
+    for x, side in zip(tilted.powers, losses.sides, strict=True):
+        change, argument = turned(side.shares, angle)
+        exponent += x * change - t * argument
     exponent = np.minimum(exponent, 600.0)
     rise = (tilted.mass * np.expm1(exponent)).sum(axis=1) + losses.beyond_cut
     whole = (tilted.mass * np.exp(exponent)).sum(axis=1) + losses.beyond_cut
@@ -322,13 +397,14 @@ def decay(tilted: Tilted, t: float) -> Vector:
     return np.asarray(np.maximum(-_TRUSTED * bound, 0.0))
 
 
-def turned(present: Vector, absent: Vector, angle: Vector) -> tuple[Vector, Vector]:
-    """Return log |1 − p + p·e^{iθ}|, and arg(1 − p + p·e^{iθ}) in [0, π)."""
-    sine, cosine = np.sin(angle / 2), np.cos(angle / 2)
-    square = sine * sine
-    modulus = np.log1p(-4 * present * absent * square) / 2
-    argument = np.arctan2(2 * present * sine * cosine, 1 - 2 * present * square)
-    return np.asarray(modulus), np.asarray(argument)
+def turned(shares: Vector, angle: Vector) -> tuple[Vector, Vector]:
+    """Return log |E[e^{ijθ}]|, and its argument in [0, π), for probabilities [k, …] of j ≥ 1."""
+    fall, rise = np.zeros_like(angle + shares[0]), np.zeros_like(angle + shares[0])
+    for j, share in enumerate(shares, 1):
+        fall += 2 * share * np.sin(j * angle / 2) ** 2
+        rise += share * np.sin(j * angle)
+    modulus = np.log1p(np.maximum(fall * fall - 2 * fall + rise * rise, TINY - 1)) / 2
+    return np.asarray(modulus), np.asarray(np.arctan2(rise, 1 - fall))
 
 
 def log_errors(
@@ -341,42 +417,51 @@ def log_errors(
     Then the error of n Gauss–Legendre nodes is at most half·(64/15)·m·ρ^{2 − 2n}/(1 − ρ^{−2})
     (Trefethen 2013, Theorem 19.3).
 
-    At u + id, with θ = d/z, |A(u + id)| ≤ A(u) and 0 ≤ arg A(u + id) ≤ arg(1 − p + p·e^{iθ}),
-    which increases with p and so with u. For s < 0 a lower bound on |A(u + id)/A(u)| is needed,
-    which decreases with p up to ½ and increases from there on.
+    At u + id, let ψ = kd/z < π and p be the probability that the user took part. Then
+    A(u + id)/A(u) = 1 − p + p·ρ', where ρ' is a mean of points e^{iχ}, 0 ≤ χ ≤ ψ. So its modulus is
+    at most 1 and its argument at most that of 1 − p + p·e^{iχ} for some such χ, which increases
+    with p, and with χ until cos χ = −p/(1 − p). A negative power needs a lower bound on the
+    modulus: |1 − p + p·e^{iψ}| for p ≤ ½, as e^{iψ} is then the nearest of all ρ' to −(1 − p)/p,
+    and cos(ψ/2) for all p. It decreases with p, and with ψ.
     """
-    log_f, present = _peaks(rounds, low, high, c)
-    coin = np.minimum(present, 0.5)
+    log_f, presents = _peaks(rounds, low, high, c)
+    powers = rounds.view.powers(c)
     half = (high - low)[:, 0] / 2
     log_rho = np.arcsinh(semiaxes / half)
     error = semiaxes**2 / 2 + 2 * log_rho - np.log(-np.expm1(-2 * log_rho))
     error += np.log(half) + math.log(64 / 15)
-    for k, semiaxis in enumerate(semiaxes):
-        angle, exponent = (semiaxis / rounds.z)[:, None], log_f
-        if t > 0.0:
-            exponent = exponent + t * turned(present, 1 - present, angle)[1]
-        if rounds.direction is Direction.ADD:
-            exponent = exponent - c * turned(coin, 1 - coin, angle)[0]
-        error[k] += exponent.max(axis=1)
+    for i, semiaxis in enumerate(semiaxes):
+        angle, exponent = (rounds.view.examples * semiaxis / rounds.z)[:, None], log_f
+        for power, present in zip(powers, presents, strict=True):
+            coin = np.minimum(present, 0.5)
+            if t > 0.0:
+                widest = np.arccos(-coin / (1 - coin))
+                exponent = exponent + t * turned(present[None], np.minimum(angle, widest))[1]
+            if power < 0.0:
+                exponent = exponent + power * turned(coin[None], angle)[0]
+        error[i] += exponent.max(axis=1)
     return log_rho, error
 
 
-def _peaks(rounds: DirectedRounds, low: Vector, high: Vector, c: float) -> tuple[Vector, Vector]:
-    """Return bounds on log f and p of `log_errors` between neighbours of k + 1 outputs: [p, k].
+def _peaks(
+    rounds: DirectedRounds, low: Vector, high: Vector, c: float
+) -> tuple[Vector, list[Vector]]:
+    """Return bounds on log f and each p of `log_errors` between neighbours of outputs: [p, i].
 
-    (log f)'' ≥ −1 + min(s, 0)·p(1 − p)/z² bounds log f between two outputs.
+    (log f)'' ≥ −1 + Σ min(s, 0)·V(j)/z² over the powers s, with V(j) ≤ k²·p(1 − p) for p ≤ ½ and
+    V(j) ≤ k²/4 otherwise, bounds log f between two outputs.
     """
-    q, z = rounds.q[:, None], rounds.z[:, None]
+    q, z, view = rounds.q[:, None], rounds.z[:, None], rounds.view
     half = (high - low) / 2
-    overhang = np.hypot(half, np.minimum(HEIGHTS[-1], LARGEST_ANGLE * z)) - half
+    overhang = np.hypot(half, np.minimum(HEIGHTS[-1], LARGEST_ANGLE * z / view.examples)) - half
     y = (low - overhang) + (high - low + 2 * overhang) * np.linspace(0.0, 1.0, _INTERVALS + 1)
-    log_r = (y - 0.5 / z) / z
-    log_ratio = log_likelihood_ratio(log_r, q)
-    log_f = power(rounds.direction, c) * log_ratio - y * y / 2 - math.log(2 * math.pi) / 2
-    present = np.exp(np.log(q) + log_r - log_ratio)[:, 1:]
-    bend: float | Vector = 1.0
-    if rounds.direction is Direction.ADD:
-        coin = np.minimum(present, 0.5)
-        bend = 1.0 + c / z**2 * coin * (1 - coin)
+    sides, powers = _sides(view, q, z, y), view.powers(c)
+    log_f = -y * y / 2 - math.log(2 * math.pi) / 2
+    bend, presents = np.ones_like(log_f[:, 1:]), []
+    for power, side, end in zip(powers, sides, (slice(1, None), slice(-1)), strict=False):
+        log_f = log_f + power * side.log_ratio
+        presents.append(side.present[:, end])  # the end of the interval where p is larger
+        coin = np.minimum(presents[-1], 0.5)
+        bend -= min(power, 0.0) * (view.examples / z) ** 2 * coin * (1 - coin)
     spacing = y[:, 1:2] - y[:, :1]
-    return np.maximum(log_f[:, 1:], log_f[:, :-1]) + bend * spacing**2 / 8, present
+    return np.maximum(log_f[:, 1:], log_f[:, :-1]) + bend * spacing**2 / 8, presents

@@ -38,6 +38,7 @@ from fedpriv.accounting.contour.cumulant import (
     Losses,
     RoundSettings,
     Tilted,
+    View,
     decay,
     log_absent,
     log_errors,
@@ -52,7 +53,7 @@ from fedpriv.accounting.round_counts import (
     Rounds,
     Vector,
     arrays,
-    typical,
+    grouped,
 )
 from fedpriv.errors import UnsupportedEventError
 
@@ -69,15 +70,18 @@ _SIZES = (32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 
 _WORK, _WORK_PER_SETTING, _MOST_WORK = 2e7, 1e6, 1e9
 _PART = 128  # settings in one array
 _WIDEST = 1e-3  # largest width of an interval, relative to its upper end
-_NARROW = 1e-7  # relative width at which no second contour is tried
-_SHIFTS = (1.0, 0.85)  # real parts of contours, relative to the plan
+_NEARLY = 5e-3  # relative width of δ at each of many ε at which no other contour is tried
 _LEAST_NOISE, _MOST_NOISE, _LEAST_PROBABILITY = 0.02, 1e6, 1e-12
 _MOST_EPSILON = 1e200  # products of larger ones overflow
 # Distances at which a bound is tried, relative to the estimated one.
 _STEPS = [0.0] + [1.01 * 1.5**k for k in range(40)]
-_PLANNED = 48  # groups of rounds in a plan; only so few settings get a second contour
+_PLANNED = 48  # groups of rounds in a plan
 _KEPT = 4  # largest number of settings whose contours are cached
 _BEYOND = 1e150  # a loss instead of ∞
+_MOST_EXAMPLES = 24  # of a user, so that no probability of their number underflows
+
+Views = Sequence[View]
+USERS: Views = tuple(map(View, Direction))
 
 
 class ContourUnsuitableError(UnsupportedEventError):
@@ -258,49 +262,52 @@ class Contour:
     further: float  # an upper bound of K at the further tilt
     dropped: float  # bound on the part of δ from losses outside the windows
 
-    def log_scale(self, epsilon: float) -> float:
+    def log_scale(self, epsilon: Vector) -> Vector:
         """Return K(c) − cε, whose exponential is the unit of the other results."""
-        return float(self.cumulant[0].real) - self.plan.c * epsilon
+        return np.asarray(self.cumulant[0].real - self.plan.c * epsilon)
 
     def value(self, epsilon: float) -> tuple[float, float]:
         """Return δ(ε) and −dδ(ε)/dε without their errors, in units of e^{K(c) − cε}."""
-        w, terms = self._terms(epsilon)
+        w, terms = self._terms(np.array(epsilon))
         return float(terms.sum().real), float((w * terms).sum().real)
 
-    def bounds(self, epsilon: float) -> tuple[float, float]:
-        """Return lower and upper bounds of δ(ε) from losses inside the windows, in these units."""
+    def bounds(self, epsilon: Vector) -> tuple[Vector, Vector]:
+        """Return lower and upper bounds of δ from losses inside the windows, in these units.
+
+        The result has the shape of ε.
+        """
         plan, scale = self.plan, self.log_scale(epsilon)
         w, terms = self._terms(epsilon)
-        rounding = EPS * (32 + 4 * np.abs(self.cumulant.imag) + 4 * w.imag * abs(epsilon))
-        size = 4 * EPS * (1.0 + abs(self.cumulant[0].real) + abs(plan.c * epsilon))
-        value = float(terms.sum().real)
-        growth = np.expm1(np.minimum(self.error + rounding, 600.0))
-        error = float(np.abs(terms) @ growth) + size * abs(value)
+        rounding = 32 + 4 * np.abs(self.cumulant.imag) + 4 * w.imag * np.max(epsilon)
+        size = 4 * EPS * (1.0 + abs(self.cumulant[0].real) + plan.c * epsilon)
+        value = terms.sum(axis=-1).real
+        growth = np.expm1(np.minimum(self.error + EPS * rounding, 600.0))
+        error = float(np.abs(self._at_zero[1]) @ growth) + size * np.abs(value)
         # Σ_{t > stop} |term|·2π/P ≤ sup|φ| ∫ dt/t², and both signs of t count.
         error += math.exp(-self.fall) / (math.pi * float(w[-1].imag))
         # k < 0: δ ≤ 1. k > 0: δ(u) ≤ e^{K(c') − c'u}. Both are geometric series.
         gap = plan.further - plan.c
-        left = math.exp(min(-plan.c * plan.period - scale, 700.0))
+        left = np.exp(np.minimum(-plan.c * plan.period - scale, 700.0))
         right = self.further - plan.further * epsilon - scale - gap * plan.period
         aliases = left / -math.expm1(-plan.c * plan.period)
-        aliases += math.exp(min(right, 700.0)) / -math.expm1(-gap * plan.period)
+        aliases += np.exp(np.minimum(right, 700.0)) / -math.expm1(-gap * plan.period)
         return value - error - aliases, value + error
 
-    def delta_ends(self, epsilon: float) -> Ends:
-        """Return lower and upper bounds of δ(ε) of all losses."""
-        below, above = (_log(bound) for bound in self.bounds(epsilon))
+    def delta_ends(self, epsilon: Vector) -> tuple[Vector, Vector]:
+        """Return lower and upper bounds of δ of all losses, of the shape of ε."""
+        below, above = (
+            np.log(bound, out=np.full(bound.shape, -np.inf), where=bound > 0.0)
+            for bound in map(np.asarray, self.bounds(epsilon))
+        )
         scale = self.log_scale(epsilon)
-        up = math.exp(min(above + scale, 0.0)) if above > -math.inf else 1.0
-        up = min(max(up + self.dropped, math.exp(_LEAST_LOG_DELTA)), 1.0)
-        return math.exp(min(below + scale, 0.0)), up
+        up = np.where(above > -np.inf, np.exp(np.minimum(above + scale, 0.0)), 1.0)
+        up = np.clip(up + self.dropped, math.exp(_LEAST_LOG_DELTA), 1.0)
+        return np.exp(np.minimum(below + scale, 0.0)), up
 
-    def _terms(self, epsilon: float) -> tuple[ComplexVector, ComplexVector]:
-        """Return the points w, and their terms of the sum over both signs of t: [points]."""
+    def _terms(self, epsilon: Vector) -> tuple[ComplexVector, ComplexVector]:
+        """Return the points w, and their terms of the sum over both signs of t: [ε, points]."""
         w, at_zero = self._at_zero
-        count = math.isqrt(len(w)) + 1  # each e^{−itε} is a product of two of some √points powers
-        angle = -1j * epsilon * float(w[1].imag if len(w) > 1 else 0.0)
-        small, big = np.exp(angle * np.arange(count)), np.exp(angle * count * np.arange(count))
-        return w, at_zero * np.multiply.outer(big, small).ravel()[: len(w)]
+        return w, at_zero * np.exp(np.multiply.outer(-1j * epsilon, w.imag))
 
     @cached_property
     def _at_zero(self) -> tuple[ComplexVector, ComplexVector]:
@@ -338,12 +345,8 @@ def contour(rounds: DirectedRounds, plan: ContourPlan) -> Contour | None:
 
 def cumulant_bound(rounds: DirectedRounds, plan: ContourPlan) -> float:
     """Return an upper bound of K(c) at the plan's c; ∞ if it costs too much."""
-    key = rounds.settings, plan.certainty, plan.log_tail, plan.c, _power(rounds.number)
-    bounds = (_kept_bounds if len(rounds.q) <= _KEPT else _bounds)(*key)
-    if bounds is None:
-        return math.inf
-    bound = rounds.sum(bounds)
-    return bound + len(rounds.q) * EPS * abs(bound)
+    sums = contour(rounds, replace(plan, stop=0.0))
+    return float(sums.cumulant[0].real + sums.error[0]) if sums else math.inf
 
 
 class _Along(NamedTuple):
@@ -385,24 +388,6 @@ def _kept_along(
     return None if parts is None else tuple(parts)
 
 
-def _bounds(
-    settings: RoundSettings, certainty: float, log_tail: float, c: float, rounds: float
-) -> Vector | None:
-    """Return upper bounds of log E[e^{cL}] of one round of each, [p]; None if too expensive."""
-    parts = _parts(
-        settings, ContourPlan(certainty, log_tail, c, c, 1.0, 0.0, 0.0, 0.0), 0.0, rounds
-    )
-    if parts is None:
-        return None
-    bounds = np.empty(len(settings.q))
-    for part in parts:
-        bounds[part.at] = part.cumulant_bounds(tilt(part.losses(), c))
-    return bounds
-
-
-_kept_bounds = lru_cache(maxsize=256)(_bounds)
-
-
 @dataclass(frozen=True)
 class _Part:
     """Some of the settings, with enough nodes, and the bounds on their error of `log_errors`."""
@@ -419,12 +404,12 @@ class _Part:
     def losses(self) -> Losses:
         """Return the losses at the nodes."""
         one, nodes = self.one, int(self.nodes.max())
-        return losses(one.q, one.z, (self.low, self.high), one.direction, nodes)
+        return losses(one.q, one.z, (self.low, self.high), one.view, nodes)
 
     def relative_error(self, tilted: Tilted, log_error: Vector) -> Vector:
         """Return bounds on errors of E[e^{wL}]/E[e^{cL}], with the rounding of E[e^{cL}]: [p]."""
         error = log_error - 2 * int(self.nodes.max()) * self.log_rho - tilted.log_mgf
-        rounding = tilted.rounding * abs(tilted.order)
+        rounding = tilted.rounding * max(map(abs, tilted.powers))
         return 3 * np.exp(np.minimum(error, 600.0)) + tilted.losses.beyond_cut + rounding
 
     def cumulant_bounds(self, tilted: Tilted) -> Vector:
@@ -443,8 +428,8 @@ def _parts(
     survey, q, z = settings.survey(plan.log_tail), np.array(settings.q), np.array(settings.z)
     low, high = support(survey, (plan.c, plan.further))
     log_mgf = tilt(survey, plan.c).log_mgf
-    semiaxes = np.minimum(np.array(HEIGHTS)[:, None], LARGEST_ANGLE * z)
-    all_ = DirectedRounds(q, z, np.ones_like(q), settings.direction)
+    semiaxes = np.minimum(np.array(HEIGHTS)[:, None], LARGEST_ANGLE * z / settings.view.examples)
+    all_ = DirectedRounds(q, z, np.ones_like(q), settings.view)
     log_rho, error = log_errors(all_, low, high, plan.c, stop, semiaxes)
     required = (error - log_mgf + plan.certainty + math.log(rounds)) / (2 * log_rho)
     best = required.argmin(axis=0), np.arange(len(low))
@@ -454,15 +439,16 @@ def _parts(
     _, further = log_errors(all_, low, high, plan.further, 0.0, semiaxes[best][None])
     order, parts = np.argsort(nodes, kind="stable"), []
     arrays = (low, high, nodes, log_rho[best], error[best], further[0])
-    for start in range(0, len(order), _PART):
-        at = order[start : start + _PART]
-        one = DirectedRounds(q[at], z[at], np.ones(len(at)), settings.direction)
+    size = max(1, _PART // settings.view.examples)
+    for start in range(0, len(order), size):
+        at = order[start : start + size]
+        one = DirectedRounds(q[at], z[at], np.ones(len(at)), settings.view)
         parts.append(_Part(at, one, *(array[at] for array in arrays)))
     return parts
 
 
-def epsilon_interval(rounds: Rounds, delta: float) -> Ends:
-    """Return an interval of the least ε for which the rounds are (ε, δ)-DP, in both directions.
+def epsilon_interval(rounds: Rounds, delta: float, views: Views = USERS) -> Ends:
+    """Return an interval of the least ε for which the rounds are (ε, δ)-DP, in all views.
 
     Its width is usually 1e-8 of the upper end, and at most the larger of 1e-3 of it and 1e-9.
     ContourUnsuitableError if it is wider, z outside [0.02, 1e6], q below 1e-12 or δ below 1e-100.
@@ -483,11 +469,11 @@ def epsilon_interval(rounds: Rounds, delta: float) -> Ends:
         return max(0.0, min(renyi, most))
 
     ends_of = partial(_epsilon_ends, log_delta=log_delta)
-    return _worse(rounds, lambda few: plan_at_delta(few, log_delta), ends_of, ceiling, 1e-9)
+    return _worse(rounds, views, lambda few: plan_at_delta(few, log_delta), ends_of, ceiling, 1e-9)
 
 
-def delta_interval(rounds: Rounds, epsilon: float) -> Ends:
-    """Return an interval of the least δ for which the rounds are (ε, δ)-DP, in both directions.
+def delta_interval(rounds: Rounds, epsilon: float, views: Views = USERS) -> Ends:
+    """Return an interval of the least δ for which the rounds are (ε, δ)-DP, in all views.
 
     Its width is at most the larger of 1e-3 of the upper end and 1e-90; the upper end is at least
     1e-100. ContourUnsuitableError if it is wider, or for values as in `epsilon_interval`.
@@ -502,27 +488,36 @@ def delta_interval(rounds: Rounds, epsilon: float) -> Ends:
         dropped = setting.number * math.exp(plan.log_tail)
         return min(1.0, math.exp(min(exponent, 0.0)) + dropped)
 
-    ends_of = partial(Contour.delta_ends, epsilon=epsilon)
-    return _worse(rounds, lambda few: plan_at_epsilon(few, epsilon), ends_of, ceiling, 1e-90)
+    def ends_of(sums: Contour) -> Ends:
+        low, up = sums.delta_ends(np.array(epsilon))
+        return float(low), float(up)
+
+    return _worse(rounds, views, lambda few: plan_at_epsilon(few, epsilon), ends_of, ceiling, 1e-90)
 
 
-def deltas_along(rounds: Rounds, epsilons: Sequence[float], near: Sequence[float]) -> Vector:
+def deltas_along(
+    rounds: Rounds, epsilons: Sequence[float], near: Sequence[float], views: Views = USERS
+) -> Vector:
     """Return upper bounds of δ at each ε: [epsilons], tight where δ is between the deltas `near`.
 
-    Every contour bounds δ at all ε; there is one for each delta of `near` and direction.
-    ContourUnsuitableError if one is too expensive or too wide, or as in `epsilon_interval`.
+    Every contour bounds δ at all ε. There is one for the last delta of `near` in each view, and for
+    others while some bounds are wide. ContourUnsuitableError if one is too expensive or too wide,
+    or as in `epsilon_interval`.
     """
-    worse = np.zeros(len(epsilons))
-    for direction in Direction:
-        setting, groups = _directed(rounds, direction)
-        ups = np.where(np.array(epsilons) < _largest_loss(setting), 1.0, 0.0)
-        for delta in near if ups.any() else ():
+    worse, at = np.zeros(len(epsilons)), np.array(epsilons)
+    for view in views:
+        setting, groups = _directed(rounds, view)
+        lows, ups = np.zeros(len(at)), np.where(at < _largest_loss(setting), 1.0, 0.0)
+        for delta in sorted(near):
+            if (ups - lows <= _NEARLY * ups).all():
+                break
             plan = plan_at_delta(groups, math.log(delta))
             sums = contour(setting, plan)
-            low, up = sums.delta_ends(plan.epsilon) if sums else (0.0, 1.0)
+            low, up = sums.delta_ends(np.array(plan.epsilon)) if sums else (0.0, 1.0)
             if sums is None or low < 0.99 * up:
                 raise ContourUnsuitableError(f"the contour only finds [{low:.6g}, {up:.6g}] for δ")
-            ups = np.minimum(ups, [sums.delta_ends(epsilon)[1] for epsilon in epsilons])
+            below, above = sums.delta_ends(at)
+            lows, ups = np.maximum(lows, below), np.minimum(ups, above)
         worse = np.maximum(worse, ups)
     return worse
 
@@ -534,39 +529,33 @@ def conversion(c: float) -> float:
 
 def _worse(
     rounds: Rounds,
+    views: Views,
     plan_of: Callable[[DirectedRounds], ContourPlan],
     ends_of: Callable[[Contour], Ends],
     ceiling: Callable[[DirectedRounds, ContourPlan, float], float],
     negligible: float,
 ) -> Ends:
-    """Return the ends in the worse direction.
+    """Return the ends in the worst view.
 
-    The second direction is computed only if its ceiling is above the first one's lower end, which
+    The second one is computed only if its ceiling is above the first one's lower end, which
     the ceiling knows, as it may take long.
     """
     if not rounds:
         return 0.0, 0.0
     low = up = 0.0
-    few = len(rounds) <= _PLANNED
-    for direction in Direction:
-        setting, groups = _directed(rounds, direction)
+    for view in views:
+        setting, groups = _directed(rounds, view)
         below, above = 0.0, math.inf
         # If the rounds differ so much that a plan for groups does not suit them, they are planned.
-        for planned in (setting,) if few else (groups, setting):
+        for planned in (setting,) if len(rounds) <= _PLANNED else (groups, setting):
             plan = plan_of(planned)
-            if direction is Direction.ADD:
+            if view.direction is Direction.ADD:
                 above = min(above, ceiling(setting, plan, low))
             if above <= low:
                 break
-            for shift in _SHIFTS if few else _SHIFTS[:1]:
-                shifted = replace(plan, c=shift * plan.c, period=plan.period / shift)
-                sums = contour(setting, shifted)
-                if sums is None:
-                    break
+            if (sums := contour(setting, plan)) is not None:
                 ends = ends_of(sums)
                 below, above = max(below, ends[0]), min(above, ends[1])
-                if above - below <= _NARROW * above:
-                    break
             if above - below <= _WIDEST * above:
                 break
         low, up = max(low, below), max(up, above)
@@ -580,35 +569,44 @@ def _worse(
     )
 
 
-def _directed(rounds: Rounds, direction: Direction) -> tuple[DirectedRounds, DirectedRounds]:
+def _directed(rounds: Rounds, view: View) -> tuple[DirectedRounds, DirectedRounds]:
     """Return the rounds, and fewer ones for plans; ContourUnsuitableError if out of range."""
     q, z, counts = arrays(rounds)
-    if z.min() < _LEAST_NOISE or z.max() > _MOST_NOISE or q.min() < _LEAST_PROBABILITY:
-        raise ContourUnsuitableError("the contour needs z from 0.02 to 1e6 and q of at least 1e-12")
-    groups = DirectedRounds(*typical(rounds, _PLANNED), direction)
+    k, norms = view.examples, 2.0 if view.replaced else 1.0
+    noise = z * norms / k
+    in_range = _LEAST_NOISE <= noise.min() <= noise.max() <= _MOST_NOISE
+    if not in_range or q.min() < _LEAST_PROBABILITY or k > _MOST_EXAMPLES:
+        limits = f"z from 0.02·k to 1e6·k, q of at least 1e-12 and k of at most {_MOST_EXAMPLES}"
+        raise ContourUnsuitableError(f"the contour needs {limits}")
+    setting = groups = DirectedRounds(q, z * norms, counts, view)
     if len(q) > _PLANNED:
-        groups = replace(groups, certainty=_CERTAINTY_OF_MANY)
-    return DirectedRounds(q, z, counts, direction), groups
+        q, z, counts = arrays(grouped(rounds, _PLANNED)[0])
+        groups = DirectedRounds(q, z * norms, counts, view, _CERTAINTY_OF_MANY)
+    return setting, groups
 
 
 def _epsilon_ends(sums: Contour, log_delta: float) -> Ends:
     """Return ends of ε at which the bounds of δ, which decreases with ε, are above and below δ."""
     epsilon = sums.plan.epsilon
+
+    def scale(at: float) -> float:
+        return float(sums.log_scale(np.array(at)))
+
     for _ in range(50):  # Newton's method for log δ
         value, slope = sums.value(epsilon)
         if not (value > 0.0 and slope > 0.0):
             return 0.0, math.inf
-        excess = math.log(value) + sums.log_scale(epsilon) - log_delta
+        excess = math.log(value) + scale(epsilon) - log_delta
         before, epsilon = epsilon, max(epsilon + excess * value / slope, 0.0)
         if abs(epsilon - before) <= 1e-13 * (epsilon + value / slope):
             break
-    below, above = sums.bounds(epsilon)
+    below, above = map(float, sums.bounds(np.array(epsilon)))
     log_rest = _log_allowed(log_delta, sums.dropped)
     least = 1e-13 * (epsilon + value / slope)
-    dropped = sums.dropped * math.exp(min(-sums.log_scale(epsilon), 700.0))
+    dropped = sums.dropped * math.exp(min(-scale(epsilon), 700.0))
 
     def log_bound(at: float, side: int) -> float:
-        return _log(sums.bounds(at)[side]) + sums.log_scale(at)
+        return _log(float(sums.bounds(np.array(at))[side])) + scale(at)
 
     ups = (epsilon + step * ((above + dropped - value) / slope + least) for step in _STEPS)
     up = next((at for at in ups if -math.inf < log_bound(at, 1) <= log_rest), math.inf)
@@ -631,7 +629,7 @@ def _log_allowed(log_delta: float, dropped: float) -> float:
 
 def _largest_loss(setting: DirectedRounds) -> float:
     """Return an upper bound of the loss of all rounds, rounded up."""
-    if setting.direction is Direction.REMOVE:
+    if setting.view.direction is Direction.REMOVE:
         return math.inf
     loss = np.minimum(-log_absent(setting.q), _BEYOND)
-    return setting.sum(loss) * (1 + 1e-12)
+    return setting.view.examples * setting.sum(loss) * (1 + 1e-12)

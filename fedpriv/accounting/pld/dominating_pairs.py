@@ -11,102 +11,11 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import erf, ndtr, ndtri
+from scipy.special import erf
 
-from fedpriv.accounting.contour.cumulant import log_absent, log_likelihood_ratio
-from fedpriv.accounting.pld.lattice import (
-    SKETCH_NODES,
-    GaussianPair,
-    Sketch,
-    merging_point,
-    sketched,
-)
+from fedpriv.accounting.pld.lattice import SKETCH_NODES, GaussianPair, Sketch, sketched
+from fedpriv.accounting.pld.sampled_examples import PoissonPair, gaussian_masses
 from fedpriv.accounting.round_counts import Vector
-
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(6)
-_LEAST_TAIL = 1e-290
-
-
-def privacy_loss(x: Vector, q: float, z: float) -> Vector:
-    """Return the loss L(x), with a small relative error for tiny q and for q = 1."""
-    return log_likelihood_ratio((x - 0.5) / z**2, np.array([q]))
-
-
-def sample_at(loss: Vector, q: float, z: float) -> Vector:
-    """Return the inverse of the loss: x with L(x) = loss, or −∞ if there is none."""
-    least = PoissonPair(q, z).least
-    gap = -np.expm1(np.minimum(least - loss, 0.0))
-    log_gap = np.log(gap, out=np.full(gap.shape, -np.inf), where=gap > 0)
-    return np.asarray(z**2 * (loss + log_gap - math.log(q)) + 0.5)
-
-
-def sample_range(q: float, z: float, tail: float) -> tuple[float, float]:
-    """Return an interval of x with at most `tail` of P and of Q on either side of it."""
-    tail = max(tail, _LEAST_TAIL)
-    absent = -float(ndtri(min(0.5, tail / 2)))
-    present = -float(ndtri(min(0.5, tail / (2 * q))))
-    return -z * absent, max(z * absent, 1 + z * present)
-
-
-def gaussian_masses(low: Vector, high: Vector, mean: float, z: float) -> Vector:
-    """Return the probabilities of [low, high] under N(mean, z²), with a small relative error.
-
-    Narrow intervals are integrated by Gauss's rule with 6 nodes, whose error is below 1e-15 if the
-    density changes by less than a factor of √e; differences of distribution functions would cancel.
-    """
-    low, high = (np.clip(end, mean - 1e3 * z, mean + 1e3 * z) for end in (low, high))
-    middle, half = ((low + high) / 2 - mean) / z, (high - low) / (2 * z)
-    is_narrow = 2 * half * np.maximum(np.abs(middle), 1.0) < 0.5
-    masses = np.empty(is_narrow.shape)
-    nodes = middle[is_narrow] + half[is_narrow] * _NODES[:, None]
-    density = (_WEIGHTS[:, None] * np.exp(-(nodes**2) / 2)).sum(axis=0) / math.sqrt(2 * math.pi)
-    masses[is_narrow] = half[is_narrow] * density
-    a, b = ((end[~is_narrow] - mean) / z for end in (low, high))
-    masses[~is_narrow] = np.where(a > 0, ndtr(-a) - ndtr(-b), ndtr(b) - ndtr(a))
-    return masses
-
-
-@dataclass(frozen=True)
-class PoissonPair(GaussianPair):
-    """A Poisson-sampled round when one user is added or removed; a Gaussian round for q = 1."""
-
-    @property
-    def least(self) -> float:
-        """Infimum of the loss: log(1 − q)."""
-        return float(log_absent(np.array(self.q)))
-
-    def span(self, tail: float) -> tuple[float, float]:
-        """Return losses with at most `tail` of P and of Q on either side of them."""
-        low, high = privacy_loss(np.array(sample_range(self.q, self.z, tail)), self.q, self.z)
-        return float(low), float(high)
-
-    def sketch(self, tail: float) -> Sketch:
-        """Return the loss at evenly spaced outputs."""
-        x = np.linspace(*sample_range(self.q, self.z, tail), SKETCH_NODES)
-        middle = float(privacy_loss(np.zeros(1), self.q, self.z)[0])
-        return Sketch(-(x**2) / (2 * self.z**2), privacy_loss(x, self.q, self.z), middle)
-
-    def centre(self, step: float) -> float:
-        """Return the `merging_point`."""
-        ends = privacy_loss(np.array([-8 * self.z, 4 * self.z]), self.q, self.z)
-        return merging_point(ends, lambda c: self._merged_around(c, step))
-
-    def masses(self, edges: Vector) -> Vector:
-        """Return masses below, between and above the losses `edges`: [3, edges + 1]."""
-        ends = np.concatenate([[-np.inf], sample_at(edges, self.q, self.z), [np.inf]])
-        absent, present = (
-            gaussian_masses(ends[:-1], ends[1:], mean, self.z) for mean in (0.0, 1.0)
-        )
-        p = (1 - self.q) * absent + self.q * present
-        return np.array([p, absent, self.q * (present - absent)])
-
-    def _merged_around(self, c: Vector, step: float) -> Vector:
-        """Return the loss of the merged outputs of [c − h, c + h]; c if these have no mass."""
-        low, high = (sample_at(c + side * step, self.q, self.z) for side in (-1, 1))
-        absent, present = (gaussian_masses(low, high, mean, self.z) for mean in (0.0, 1.0))
-        has_mass = (absent > 0) & (present > 0)
-        ratio = np.divide(present, absent, out=np.ones(absent.shape), where=has_mass)
-        return np.where(has_mass, log_likelihood_ratio(np.log(ratio), np.array([self.q])), c)
 
 
 @dataclass(frozen=True)
@@ -139,7 +48,7 @@ class ReplacePair(GaussianPair):
 
     def span(self, tail: float) -> tuple[float, float]:
         """Return losses with at most `tail` of P and of Q on either side of them."""
-        _, high = sample_range(self.q, 2 * self.z, tail)
+        _, high = PoissonPair(self.q, 2 * self.z).law.outputs(tail)
         largest = float(self.loss(np.array([high]))[0])
         return -largest, largest
 
@@ -154,12 +63,13 @@ class ReplacePair(GaussianPair):
 
     def sketch(self, tail: float) -> Sketch:
         """Return the loss at evenly spaced outputs."""
-        _, high = sample_range(self.q, 2 * self.z, tail)
+        _, high = PoissonPair(self.q, 2 * self.z).law.outputs(tail)
         return sketched(self, self.loss(np.linspace(-high, high, SKETCH_NODES)), 0.0)
 
     def loss(self, x: Vector) -> Vector:
         """Return the loss of outputs in clipping norms."""
-        return privacy_loss(x, self.q, 2 * self.z) - privacy_loss(-x, self.q, 2 * self.z)
+        law = PoissonPair(self.q, 2 * self.z).law
+        return law.loss(x) - law.loss(-x)
 
     def sample_at(self, loss: Vector) -> Vector:
         """Return the inverse of the loss: sinh(x/σ² − L/2) = (1 − q)/q·e^{1/(2σ²)}·sinh(L/2)."""
@@ -206,9 +116,9 @@ class FixedSizePair(GaussianPair):
 
     def sketch(self, tail: float) -> Sketch:
         """Return the loss at evenly spaced outputs and at 0."""
-        _, high = sample_range(self.q, self.z, tail)
-        x = np.linspace(0.5, max(high, 0.5 + self.z), SKETCH_NODES // 2)[1:]
-        loss = privacy_loss(x, self.q, self.z)
+        law = PoissonPair(self.q, self.z).law
+        x = np.linspace(0.5, max(law.outputs(tail)[1], 0.5 + self.z), SKETCH_NODES // 2)[1:]
+        loss = law.loss(x)
         return sketched(self, np.concatenate([-loss[::-1], loss]), 0.0)
 
     def _positive(self, edges: Vector) -> Vector:

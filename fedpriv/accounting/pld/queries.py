@@ -23,7 +23,6 @@ from scipy.special import logsumexp
 from fedpriv.accounting import gaussian, round_counts
 from fedpriv.accounting.contour.cumulant import log_absent
 from fedpriv.accounting.contour.inversion import conversion
-from fedpriv.accounting.pld.dominating_pairs import PoissonPair
 from fedpriv.accounting.pld.fft import Composition, FftWindow, compose_atoms
 from fedpriv.accounting.pld.lattice import (
     GaussianPair,
@@ -35,6 +34,7 @@ from fedpriv.accounting.pld.lattice import (
     dominating,
 )
 from fedpriv.accounting.pld.random_allocation import AllocationPair
+from fedpriv.accounting.pld.sampled_examples import PoissonPair
 from fedpriv.accounting.round_counts import Direction, Ends, Vector
 
 # Desired widths of intervals: of ε relative to the upper end, of ε in addition, of δ relatively.
@@ -117,7 +117,7 @@ def deltas_above(pairs: Pairs, epsilons: Sequence[float], near: Sequence[float])
     """
     z = _closed_form(pairs)
     if z is not None:
-        return np.array([gaussian.delta_interval(epsilon, z)[1] for epsilon in epsilons])
+        return gaussian.deltas(np.array(epsilons), z * (1 - 4 * 2.0**-52))
     noisy, exposed = _split_by_noise(_few(pairs)[0])
     plan = tuple((pair, _power_of_two(n)) for pair, n in noisy.items())
     worse = np.zeros(len(epsilons))
@@ -310,7 +310,8 @@ def _split_by_noise(pairs: Pairs) -> tuple[Pairs, float]:
 def _noise_range(pair: LossPair) -> tuple[float, float]:
     """Return the range of z for computations, relative to the expected number of drawn examples."""
     expected = max(1.0, pair.q * pair.shift if isinstance(pair, GaussianPair) else 1.0)
-    least = _LEAST_POISSON_NOISE if isinstance(pair, PoissonPair) else _LEAST_NOISE
+    users = isinstance(pair, PoissonPair) and pair.examples == 1
+    least = _LEAST_POISSON_NOISE if users else _LEAST_NOISE
     return least * expected, _MOST_NOISE * expected
 
 

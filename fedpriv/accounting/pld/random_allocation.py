@@ -47,8 +47,8 @@ from functools import lru_cache
 import numpy as np
 from scipy.special import ndtri
 
-from fedpriv.accounting.pld.dominating_pairs import PoissonPair, gaussian_masses
 from fedpriv.accounting.pld.lattice import ROUNDING, DiscreteLaw, Pairs
+from fedpriv.accounting.pld.sampled_examples import PoissonPair, gaussian_masses
 from fedpriv.accounting.round_counts import Vector
 
 _ULP = 2.0**-53
@@ -56,15 +56,15 @@ _PAIRS_AT_ONCE = 1 << 17
 _MASS_ERROR, _VALUE_ERROR = 1e-12, 3e-12  # relative, of the intervals of one round and their means
 _LARGEST_LOG = 500.0  # values beyond e^±500 are rounded, to avoid underflow of relevant products
 # Probabilities of tails that are cut off; points are dense down to their square roots.
-_TAILS = (1e-40, 1e-120, 1e-290)
+_TAILS = (1e-24, 1e-40, 1e-120, 1e-290)
 _LOST = 1e-90  # more than the probability of all masses that may underflow
 _MOST_ROUNDS = 1 << 30
 _KEPT = 512  # sums in the cache, some 50 kB each; enough for all passes of one price
 
 # Distances of points: relative to their distance from the median, and at most relative to
-# max(2, 1/z); and the factor of the latter below the median. With these, intervals of ε are
-# narrower than a thousandth.
-_NEAR, _FAR, _BELOW = 0.0045, 0.009, 8.0
+# max(2, 1/z); and the factor of both below the median. With these, intervals of ε are narrower
+# than a thousandth.
+_NEAR, _FAR, _BELOW = 0.005, 0.009, 3.0
 MOST_PARTICIPATIONS = 32  # of a `SubsetPair`
 _BINS, _RARE = 512, 1e-60
 _COARSE = 64  # points of a summand for the outline of a sum
@@ -204,14 +204,16 @@ def _spaced(low: float, middle: float, high: float, scale: float, far: float) ->
 
     δ depends on large ratios, so points below the middle may be farther apart.
     """
+    turn = math.sqrt(max((far / _NEAR) ** 2 - scale**2, 0.0))  # _NEAR·hypot(turn, scale) = far
 
-    def distances(reach: float, far: float) -> Vector:
-        turn = math.sqrt(max((far / _NEAR) ** 2 - scale**2, 0.0))  # _NEAR·hypot(turn, scale) = far
-        near = scale * np.sinh(np.arange(0.0, math.asinh(min(turn, reach) / scale), _NEAR))
-        return np.concatenate([near, np.arange(turn, reach, far), [reach]])
+    def distances(reach: float, factor: float) -> Vector:
+        places = np.arange(0.0, math.asinh(min(turn, reach) / scale), factor * _NEAR)
+        return np.concatenate(
+            [scale * np.sinh(places), np.arange(turn, reach, factor * far), [reach]]
+        )
 
-    below = distances(middle - max(low, -_LARGEST_LOG), _BELOW * far)
-    above = distances(min(high, _LARGEST_LOG) - middle, far)
+    below = distances(middle - max(low, -_LARGEST_LOG), _BELOW)
+    above = distances(min(high, _LARGEST_LOG) - middle, 1.0)
     return np.concatenate([middle - below[::-1], middle + above[1:]])
 
 

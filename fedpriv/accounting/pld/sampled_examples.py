@@ -34,13 +34,12 @@ is drawn from P; if it is added, x is drawn from Q and the loss is −L.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
-from scipy.special import ndtri
+from scipy.special import ndtr, ndtri
 
-from fedpriv.accounting.pld.dominating_pairs import PoissonPair, gaussian_masses
 from fedpriv.accounting.pld.lattice import (
     SKETCH_NODES,
     GaussianPair,
@@ -50,11 +49,30 @@ from fedpriv.accounting.pld.lattice import (
 )
 from fedpriv.accounting.round_counts import Vector
 
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(6)
 _LEAST_TAIL = 1e-290
 _LEAST_CUT = 1e-140  # of counts; its square does not underflow
 _MOST_COUNTS = 1024  # different counts; more are grouped in runs
 _MOST_STEPS = 60  # of Newton's method; a few suffice from its starting points
 _ROUGH = 513  # points of the curve for its starting points
+
+
+def gaussian_masses(low: Vector, high: Vector, mean: float, z: float) -> Vector:
+    """Return the probabilities of [low, high] under N(mean, z²), with a small relative error.
+
+    Narrow intervals are integrated by Gauss's rule with 6 nodes, whose error is below 1e-15 if the
+    density changes by less than a factor of √e; differences of distribution functions would cancel.
+    """
+    low, high = (np.clip(end, mean - 1e3 * z, mean + 1e3 * z) for end in (low, high))
+    middle, half = ((low + high) / 2 - mean) / z, (high - low) / (2 * z)
+    is_narrow = 2 * half * np.maximum(np.abs(middle), 1.0) < 0.5
+    masses = np.empty(is_narrow.shape)
+    nodes = middle[is_narrow] + half[is_narrow] * _NODES[:, None]
+    density = (_WEIGHTS[:, None] * np.exp(-(nodes**2) / 2)).sum(axis=0) / math.sqrt(2 * math.pi)
+    masses[is_narrow] = half[is_narrow] * density
+    a, b = ((end[~is_narrow] - mean) / z for end in (low, high))
+    masses[~is_narrow] = np.where(a > 0, ndtr(-a) - ndtr(-b), ndtr(b) - ndtr(a))
+    return masses
 
 
 @lru_cache(maxsize=64)
@@ -115,7 +133,7 @@ class MixtureLaw(LossLaw):
         if not exists.any():
             return x
         goal = loss[exists] + np.log(gap[exists])
-        rough = np.linspace(*self._range(_LEAST_TAIL), _ROUGH)
+        rough = np.linspace(*self.outputs(_LEAST_TAIL), _ROUGH)
         value, slope = self._log_positive(rough)
         low, high = (np.minimum(goal - value[0], 0.0), np.maximum(goal - value[-1], 0.0))
         root = np.interp(goal, value, rough) + low / slope[0] + high / slope[-1]
@@ -130,7 +148,7 @@ class MixtureLaw(LossLaw):
 
     def span(self, tail: float) -> tuple[float, float]:
         """Return losses with at most `tail` of P and of Q on either side of them."""
-        low, high = self.loss(np.array(self._range(tail)))
+        low, high = self.loss(np.array(self.outputs(tail)))
         return float(low), float(high)
 
     def centre(self, step: float) -> float:
@@ -145,7 +163,7 @@ class MixtureLaw(LossLaw):
 
     def sketch(self, tail: float) -> Sketch:
         """Return the loss at evenly spaced outputs."""
-        x = np.linspace(*self._range(tail), SKETCH_NODES)
+        x = np.linspace(*self.outputs(tail), SKETCH_NODES)
         middle = float(self.loss(np.zeros(1))[0])
         return Sketch(-(x**2) / (2 * self.z**2), self.loss(x), middle)
 
@@ -161,18 +179,18 @@ class MixtureLaw(LossLaw):
         value, share = _log_sum(exponent)
         return value, self.counts[positive] @ share / self.z**2
 
-    def _range(self, tail: float) -> tuple[float, float]:
+    def outputs(self, tail: float) -> tuple[float, float]:
         """Return an interval of x with at most `tail` of P and of Q on either side of it.
 
-        Each component of P has at most tail/n above the upper end. The interval contains the first
-        component above 0, even if all of these are rarer than the tail.
+        Each of n components of P above 0 has at most tail/(2n) above the upper end. The interval
+        contains the first of them, even if all are rarer than the tail.
         """
         tail = max(tail, _LEAST_TAIL)
         absent = -float(ndtri(min(0.5, tail / 2)))
-        share = tail / (2 * len(self.weights) * self.weights)
-        is_common = share < 1.0
-        ends = self.counts[is_common] - self.z * ndtri(np.maximum(share[is_common], _LEAST_TAIL))
-        first = float(self.counts[self.counts > 0][0])
+        positive = self.counts > 0
+        counts, share = self.counts[positive], tail / (2 * positive.sum() * self.weights[positive])
+        ends = counts[share < 1.0] - self.z * ndtri(np.maximum(share[share < 1.0], _LEAST_TAIL))
+        first = float(counts[0])
         return -self.z * absent, max(self.z * absent, float(ends.max(initial=first)))
 
     def _masses_of(self, low: Vector, high: Vector) -> Vector:
@@ -206,13 +224,14 @@ def _log_sum(exponent: Vector) -> tuple[Vector, Vector]:
 
 
 @dataclass(frozen=True)
-class ExamplesPair(GaussianPair):
-    """A round on Poisson-sampled examples, when a user with up to k of them is added or removed.
+class PoissonPair(GaussianPair):
+    """A round on a Poisson sample of users, or of examples, when one user is added or removed.
 
-    q is the sampling probability of an example, and z is relative to the clipping norm of one.
+    The user has up to k examples. q is the sampling probability of an example, and z is relative to
+    the clipping norm of one. For k = 1 examples are users.
     """
 
-    examples: int = field(kw_only=True)  # k ≥ 1
+    examples: int = 1  # k
 
     @property
     def shift(self) -> float:
@@ -222,12 +241,12 @@ class ExamplesPair(GaussianPair):
     @property
     def least(self) -> float:
         """Infimum of the loss: k·log(1 − q)."""
-        return self.examples * PoissonPair(self.q, self.z).least
+        return self.examples * math.log1p(-self.q) if self.q < 1.0 else -math.inf
 
     @property
     def resolution(self) -> float:
         """About the probability that any example of a user is drawn."""
-        return self._law.resolution
+        return self.law.resolution
 
     def at_most_as_bad(self, tail: float) -> LossLaw:
         """Return a loss with few counts j: rare counts, and those of a run, move inward."""
@@ -239,42 +258,41 @@ class ExamplesPair(GaussianPair):
 
     def _laws(self, tail: float) -> tuple[LossLaw, LossLaw]:
         # If losses down to log w_0 are common, e^ε times the cut matters, so the cut is squared.
-        weights, cut = self._law.weights, max(tail, _LEAST_CUT) ** 2
+        weights, cut = self.law.weights, max(tail, _LEAST_CUT) ** 2
         first = int(np.searchsorted(np.cumsum(weights), cut, side="right"))
         last = len(weights) - 1 - int(np.searchsorted(np.cumsum(weights[::-1]), cut, side="right"))
-        last = max(last, 1)  # a lower bound needs a positive count, even a rare one
+        last = max(last, min(1, len(weights) - 1))  # a lower bound needs a positive count
         if (first, last) == (0, len(weights) - 1) and len(weights) <= _MOST_COUNTS:
             return self, self
         # Counts of a run differ by far less than the standard deviation of all counts.
         starts = np.arange(first, last + 1, -(-(last + 1 - first) // _MOST_COUNTS))
         ends, runs = np.append(starts[1:] - 1, last), np.add.reduceat(weights[: last + 1], starts)
         under, over = float(weights[:first].sum()), float(weights[last + 1 :].sum())
-        counts = self._law.counts[starts]
+        counts = self.law.counts[starts]
         below = _mixture([0.0, *counts], [under, *runs[:-1], runs[-1] + over], self.z)
-        counts = self._law.counts[ends]
-        above = _mixture(
-            [*counts, self._law.counts[-1]], [runs[0] + under, *runs[1:], over], self.z
-        )
+        counts = self.law.counts[ends]
+        above = _mixture([*counts, self.law.counts[-1]], [runs[0] + under, *runs[1:], over], self.z)
         return below, above
 
     def span(self, tail: float) -> tuple[float, float]:
         """Return losses with at most `tail` of P and of Q on either side of them."""
-        return self._law.span(tail)
+        return self.law.span(tail)
 
     def centre(self, step: float) -> float:
         """Return the `merging_point`."""
-        return self._law.centre(step)
+        return self.law.centre(step)
 
     def masses(self, edges: Vector) -> Vector:
         """Return masses below, between and above the losses `edges`: [3, edges + 1]."""
-        return self._law.masses(edges)
+        return self.law.masses(edges)
 
     def sketch(self, tail: float) -> Sketch:
         """Return the loss at evenly spaced outputs."""
-        return self._law.sketch(tail)
+        return self.law.sketch(tail)
 
     @cached_property
-    def _law(self) -> MixtureLaw:
+    def law(self) -> MixtureLaw:
+        """The exact loss."""
         k, q = self.examples, self.q
         if q == 1.0:
             return MixtureLaw(np.array([float(k)]), np.ones(1), self.z)
@@ -289,8 +307,6 @@ def _mixture(
     return MixtureLaw(j[w > 0], w[w > 0], z)
 
 
-def examples_pair(examples: int, q: float, z: float) -> PoissonPair | ExamplesPair:
-    """Return the pair of a round with up to k examples of a user, as a Poisson pair if possible."""
-    if q == 1.0:
-        return PoissonPair(1.0, z / examples)
-    return PoissonPair(q, z) if examples == 1 else ExamplesPair(q, z, examples=examples)
+def examples_pair(examples: int, q: float, z: float) -> PoissonPair:
+    """Return the pair of a round with up to k examples of a user, of which k = 1 if q is 1."""
+    return PoissonPair(1.0, z / examples) if q == 1.0 else PoissonPair(q, z, examples)
