@@ -233,21 +233,27 @@ def _of_one_kind(pairs: Pairs) -> tuple[GaussianPair, Rounds, contour.Views] | N
 
     Gaussian rounds are of every kind.
     """
-    kinds = {pair.at(1.0, 1.0) for pair in pairs}
-    users = PoissonPair(1.0, 1.0)
-    if len(kinds) > 1 and all(p.q == 1.0 for p in pairs if p.at(1.0, 1.0) == users):
+    kinds, users = {_kind_of(pair) for pair in pairs}, (PoissonPair, 1)
+    if len(kinds) > 1 and all(pair.q == 1.0 for pair in pairs if _kind_of(pair) == users):
         kinds.discard(users)
-    match list(kinds):
-        case [ReplacePair() as kind]:
-            views: contour.Views = (contour.View(replaced=True),)
-        case [PoissonPair() as kind]:
-            views = [contour.View(direction, kind.examples) for direction in Direction]
-        case _:
-            return None
+    of_pairs, examples = kinds.pop() if len(kinds) == 1 else (None, 0)
+    if of_pairs is ReplacePair:
+        kind: GaussianPair = ReplacePair(1.0, 1.0)
+        views: contour.Views = (contour.View(replaced=True),)
+    elif of_pairs is PoissonPair:
+        kind = PoissonPair(1.0, 1.0, examples)
+        views = [contour.View(direction, examples) for direction in Direction]
+    else:
+        return None
     rounds = Counter[tuple[float, float]]()
     for pair, count in pairs.items():
-        rounds[pair.q, pair.z * (kind.shift / cast(GaussianPair, pair).shift)] += count
+        scale = 1.0 if _kind_of(pair) == (of_pairs, examples) else kind.shift
+        rounds[pair.q, pair.z * scale] += count
     return kind, rounds, views
+
+
+def _kind_of(pair: LossPair) -> tuple[type[LossPair], int]:
+    return type(pair), getattr(pair, "examples", 1)
 
 
 def _tightest(
