@@ -345,12 +345,17 @@ class SamplingSection(Section):
 
     def build(self, probability: float | None) -> CohortPolicy:
         """Return the policy, with q if it has that field."""
+        if "probability" in self.options:
+            raise InvalidValueError(
+                f"sampling.options has probability {self.options['probability']!r}; it must be "
+                "given as privacy.sampling_probability"
+            )
         given = {} if probability is None else {"probability": probability}
         policy = _POLICY.build(self.policy, self.options, given)
-        if (q := getattr(policy, "probability", None)) != probability:
+        if getattr(policy, "probability", None) != probability:
             raise InvalidValueError(
-                f"privacy.sampling_probability is {probability}, and sampling.policy "
-                f"{self.policy!r} has {q}; q must be given there alone, if the policy has any"
+                f"privacy.sampling_probability is {probability}; it must be absent, as "
+                f"sampling.policy {self.policy!r} has no such probability"
             )
         return policy
 

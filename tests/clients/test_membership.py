@@ -1332,7 +1332,7 @@ def test_what_was_agreed_to_is_checked_once_and_for_one_offer(
             await tiny.offer(price=HONEST)
             first, _ = await tiny.answers.get()
             assert tiny.calls["FetchLedger"] == 2
-            await tiny.offer(price=HONEST)
+            await tiny.offer(price=HONEST, id=RoundId("run", 0, 0, 2))
             second, _ = await tiny.answers.get()
         assert first.HasField("sum")
         assert "charged already" in second.decline.reason
