@@ -462,6 +462,7 @@ class OfferPolicy:
     id_digests: NDArray[np.int64]  # of the node's users, in the order of their positions
     authorities: Sequence[x509.Certificate] = ()  # none in plain text
     _agreed: tuple[Welcome, Proposal] | None = None
+    _knowing: str = ""  # the nodes that were logged last
     _checking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def objection_to_proposal(self, welcome: Welcome, proposal: Proposal) -> str | None:
@@ -526,7 +527,9 @@ class OfferPolicy:
                 _log.error("two ledgers: the server shows this node %s and %s %s", *heads)
                 raise UntrustedLedgerError(_TWO_LEDGERS)
             certificates[other.node] = certificate
-        _log.info("nodes that know this ledger: %.400s", ", ".join(certificates) or "none")
+        if (knowing := ", ".join(certificates) or "none") != self._knowing:
+            _log.info("nodes that know this ledger: %.400s", knowing)
+            self._knowing = knowing
         return certificates
 
     def record(self, welcome: Welcome, offer: RoundOffer) -> str | None:

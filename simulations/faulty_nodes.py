@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.clients.connection import FederationStub, identity_of
+from fedpriv.clients.connection import FederationStub, Identity, identity_of
 from fedpriv.privacy.round import PartialSum
 from fedpriv.wire import (
     Hello,
@@ -20,6 +20,7 @@ from fedpriv.wire import (
     RoundAnswer,
     RoundOffer,
     Vote,
+    Welcome,
     chunks,
     digest_of,
     encode_answer,
@@ -28,6 +29,7 @@ from fedpriv.wire import (
 )
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import SERVICE
+from simulations.load_nodes import agreeing
 
 Offers = AsyncIterator[RoundOffer]
 Behaviour = Callable[[FederationStub, Offers], Awaitable[None]]
@@ -40,17 +42,21 @@ async def take_part(folder: Path, name: str, port: int, behaviour: Behaviour) ->
     identity = identity_of(folder / "certs" / "nodes" / name, None)
     async with (
         FederationStub.open(f"localhost:{port}", identity) as stub,
-        aclosing(_offers(stub, hello)) as offers,
+        aclosing(_offers(stub, identity, hello)) as offers,
     ):
         await behaviour(stub, offers)
 
 
-async def _offers(stub: FederationStub, hello: Hello) -> AsyncGenerator[RoundOffer, None]:
-    votes = asyncio.Queue[Vote]()
+async def _offers(
+    stub: FederationStub, identity: Identity, hello: Hello
+) -> AsyncGenerator[RoundOffer, None]:
+    votes, population = asyncio.Queue[Vote](), ""
     async with aclosing(stub.connect(hello, votes)) as messages:
         async for message in messages:
-            if isinstance(message, Proposal):
-                votes.put_nowait(Vote(message.id))
+            if isinstance(message, Welcome):
+                population = message.population_name
+            elif isinstance(message, Proposal):
+                votes.put_nowait(agreeing(population, message, identity))
             elif isinstance(message, RoundOffer):
                 yield message
 

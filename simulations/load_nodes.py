@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from fedpriv.clients.connection import FederationStub, identity_of
+from fedpriv.clients.connection import FederationStub, Identity, identity_of
 from fedpriv.errors import WireError
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.round import PartialSum
@@ -32,6 +32,7 @@ from fedpriv.wire import (
 )
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import SERVICE
+from fedpriv.wire.roster import binding_of, countersigned
 from simulations.load_server import BARE, messages
 from simulations.load_site import Site, name_of, user_of
 
@@ -102,8 +103,9 @@ async def _come_back(
     update = prepared[number % site.kinds]
     while True:
         try:
-            async with _stub(site, number, port) as stub:
-                await _stay(stub, number, update, welcomed, seen)
+            identity = identity_of(site.node_folder(number), None)
+            async with FederationStub.open(f"localhost:{port}", identity) as stub:
+                await _stay(stub, identity, number, update, welcomed, seen)
             return
         except grpc.aio.AioRpcError as error:
             if error.code() not in _LOST:
@@ -113,16 +115,22 @@ async def _come_back(
 
 
 async def _stay(
-    stub: FederationStub, number: int, update: Prepared, welcomed: asyncio.Event, seen: Seen
+    stub: FederationStub,
+    identity: Identity,
+    number: int,
+    update: Prepared,
+    welcomed: asyncio.Event,
+    seen: Seen,
 ) -> None:
-    hello = Hello(name_of(number), digest_of([user_of(number)]))
+    hello, population = Hello(name_of(number), digest_of([user_of(number)])), ""
     votes = asyncio.Queue[Vote]()
     async for message in stub.connect(hello, votes):
         match message:
             case Welcome():
+                population = message.population_name
                 welcomed.set()
             case Proposal():
-                votes.put_nowait(Vote(message.id))
+                votes.put_nowait(agreeing(population, message, identity))
             case RoundOffer():
                 asked = ROUND_ID.encode(message.id).SerializeToString()
                 call = stub.channel.unary_stream(f"/{SERVICE}/Download")
@@ -132,8 +140,13 @@ async def _stay(
                 seen.answered += 1
 
 
-def _stub(site: Site, number: int, port: int) -> FederationStub:
-    return FederationStub.open(f"localhost:{port}", identity_of(site.node_folder(number), None))
+def agreeing(population: str, proposal: Proposal, identity: Identity) -> Vote:
+    """A vote for a proposal, countersigned if its server has signed the head of a ledger."""
+    if proposal.head is None or identity.certificate is None:
+        return Vote(proposal.id)
+    binding = binding_of(population, proposal.id, proposal.price.event, proposal.head)
+    own = identity.node, b"", binding, identity.certificate, identity.key
+    return Vote(proposal.id, countersignature=countersigned(*own))
 
 
 async def _upload(channel: grpc.aio.Channel, parts: Iterator[bytes]) -> None:
@@ -147,7 +160,8 @@ class BareNodes:
     """Connections of some nodes to the bare server."""
 
     def __init__(self, site: Site, cohort: list[int], port: int) -> None:
-        self._stubs = [_stub(site, number, port) for number in cohort]
+        identities = [identity_of(site.node_folder(number), None) for number in cohort]
+        self._stubs = [FederationStub.open(f"localhost:{port}", own) for own in identities]
         self._parts = messages(site.model_bytes)
 
     async def exchange(self) -> None:

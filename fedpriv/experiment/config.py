@@ -343,19 +343,18 @@ class SamplingSection(Section):
     policy: str = "poisson"
     options: Options = {}
 
-    def build(self, probability: float | None) -> CohortPolicy:
+    def build(self, q: float | None) -> CohortPolicy:
         """Return the policy, with q if it has that field."""
         if "probability" in self.options:
             raise InvalidValueError(
                 f"sampling.options has probability {self.options['probability']!r}; it must be "
                 "given as privacy.sampling_probability"
             )
-        given = {} if probability is None else {"probability": probability}
+        given = {} if q is None else {"probability": q}
         policy = _POLICY.build(self.policy, self.options, given)
-        if getattr(policy, "probability", None) != probability:
+        if getattr(policy, "probability", None) != q:
             raise InvalidValueError(
-                f"privacy.sampling_probability is {probability}; it must be absent, as "
-                f"sampling.policy {self.policy!r} has no such probability"
+                f"privacy.sampling_probability is {q}; it must be absent for {self.policy!r}"
             )
         return policy
 

@@ -11,11 +11,10 @@ from dataclasses import astuple
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from fedpriv.experiment.config import parse_config
 from fedpriv.flower.client_app import app as client_app
 from fedpriv.flower.grid import GridTransport, introduced_workers
-from fedpriv.flower.messages import WorkerTask
 from fedpriv.flower.ray import run_on_ray
-from fedpriv.wire import TaskDescription
 from tests.isolation import (
     LOCALS,
     PERSONAL,
@@ -53,9 +52,15 @@ def on_workers(grid: Grid, plan: Plan) -> GridTransport:
     """A transport over two workers of a grid, who load one user of each kind."""
     people = [astuple(User(kind, 7 + 3 * n, n)) for n, kind in enumerate(USERS)]
     options = {"users": people, "words": plan.model in READERS}
-    kind, own = {"kind": plan.model}, PERSONAL.get(plan.model, ())
-    task = TaskDescription("tests.isolation:model", kind, 0, "cross-entropy", personal=own)
-    work = pickle.dumps(WorkerTask("tests.isolation:crowd", options, task, "cpu", 32))
+    model = {"name": "tests.isolation:model", "options": {"kind": plan.model}}
+    table = {
+        "name": "people",
+        "data": {"name": "tests.isolation:crowd", "options": options},
+        "model": model | {"personal": list(PERSONAL.get(plan.model, ()))},
+        "privacy": {"epsilon": 1.0, "delta": 1e-3},
+        "engine": {"device": "cpu", "chunk_mebibytes": 32},
+    }
+    work = pickle.dumps(parse_config(table, "the plan"))
     store, stopping = crowd(**options).users, threading.Event()
     numbers = introduced_workers(grid, "people", store, 2, work, stopping)
     return GridTransport(grid, numbers, work, SECONDS, stopping)
