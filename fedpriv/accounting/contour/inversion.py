@@ -23,6 +23,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, partial
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -498,26 +499,30 @@ def delta_interval(rounds: Rounds, epsilon: float, views: Views = USERS) -> Ends
 def deltas_along(
     rounds: Rounds, epsilons: Sequence[float], near: Sequence[float], views: Views = USERS
 ) -> Vector:
-    """Return upper bounds of δ at each ε: [epsilons], tight where δ is between the deltas `near`.
+    """Return upper bounds of δ at each ε, ascending: [epsilons], tight for δ between those of `near`.
 
-    Every contour bounds δ at all ε. There is one for the last delta of `near` in each view, and for
-    others while some bounds are wide. ContourUnsuitableError if one is too expensive or too wide,
-    or as in `epsilon_interval`.
+    Every contour bounds δ at all ε. The one for the first delta of `near` is precise enough for all
+    of them; views share its plan, and have others where bounds stay wide. ContourUnsuitableError if
+    a contour is too expensive, if all are wide, or as in `epsilon_interval`.
     """
-    worse, at = np.zeros(len(epsilons)), np.array(epsilons)
+    worse, at, shared = np.zeros(len(epsilons)), np.array(epsilons), list[ContourPlan]()
     for view in views:
         setting, groups = _directed(rounds, view)
+        groups = replace(groups, certainty=groups.certainty + math.log(max(near) / min(near)))
         lows, ups = np.zeros(len(at)), np.where(at < _largest_loss(setting), 1.0, 0.0)
-        for delta in sorted(near):
-            if (ups - lows <= _NEARLY * ups).all():
-                break
-            plan = plan_at_delta(groups, math.log(delta))
-            sums = contour(setting, plan)
-            low, up = sums.delta_ends(np.array(plan.epsilon)) if sums else (0.0, 1.0)
-            if sums is None or low < 0.99 * up:
-                raise ContourUnsuitableError(f"the contour only finds [{low:.6g}, {up:.6g}] for δ")
+        own = (plan_at_delta(groups, math.log(delta)) for delta in near)
+        for plan in chain(shared, own):
+            shared = shared or [plan]
+            if (sums := contour(setting, plan)) is None:
+                raise ContourUnsuitableError("the contour is too expensive")
             below, above = sums.delta_ends(at)
+            below = np.maximum.accumulate(below[::-1])[::-1]  # as δ decreases with ε
             lows, ups = np.maximum(lows, below), np.minimum(ups, above)
+            is_wide = ups > np.maximum(np.maximum(worse, min(near)), lows + _NEARLY * ups)
+            if not is_wide.any():
+                break
+        if is_wide[lows < max(near)].any():
+            raise ContourUnsuitableError("every contour leaves a wide interval of some δ")
         worse = np.maximum(worse, ups)
     return worse
 
