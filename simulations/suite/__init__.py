@@ -5,8 +5,8 @@
 trains every task without privacy, at ε = 2 and ε = 8 of those who are enrolled, and at ε = 2 as if
 a million users were. An arm is a task, one of these settings, a tool and a seed. It runs in a
 process of its own and leaves one file; later commands skip arms that left one with the same
-settings. results.json has all arms, and accuracy.png shows them. pfl is in the environment that
-`make .venv-rivals/installed` makes; elsewhere its arms are left out.
+settings. results.json has all arms, and accuracy.png shows them. pfl is in the environment of
+`make suite`; elsewhere its arms are left out.
 
 Read `tasks` first, then `arms`; `rival` is the side of pfl, `report` makes figure and page.
 

@@ -42,7 +42,7 @@ def main() -> int:
         parser.error(f"unknown task {unknown[0]!r}; tasks are {', '.join(TASKS)}")
     if "pfl" in given.tools and find_spec("pfl") is None:
         given.tools = [tool for tool in given.tools if tool != "pfl"]
-        print("pfl is not installed here, so its arms are left out: make .venv-rivals/installed")
+        print("pfl is not installed here, so its arms are left out: use `make suite`")
     failed, arms = 0, given.out / "arms"
     for arm in arms_of(given):
         if arm.finished(arms):

@@ -134,7 +134,7 @@ def test_a_digest_is_of_all_rows_of_each_user() -> None:
 
 
 def test_pfl_is_given_the_same_users() -> None:
-    pytest.importorskip("pfl", reason="pfl is in the environment of `make .venv-rivals/installed`")
+    pytest.importorskip("pfl", reason="pfl is in the environment of `make suite`")
     from simulations.suite.rival import users_of
 
     people = TASKS["digits"]().population()
