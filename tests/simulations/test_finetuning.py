@@ -1,6 +1,5 @@
 """The study of fine-tuning, scaled down, and the benchmark of adapters, on a small model."""
 
-import gzip
 import json
 import subprocess
 import sys
@@ -11,23 +10,14 @@ import pytest
 
 from simulations import finetuning
 from simulations.datasets.shakespeare import CHARACTERS
+from tests.simulations.plays import plays_in
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """37 plays of three roles each, who say the same words in capitals."""
-    said = "Now is the winter of our discontent, made glorious summer! " * 8
-    speeches = [
-        {"user": f"{play}_{role}", "play": f"play {play}", "text": said}
-        for play in range(37)
-        for role in "ABC"
-    ]
-    speeches.append({"user": "0_D", "play": "play 0", "text": "Adieu."})
-    (tmp_path / "shakespeare").mkdir()
-    with gzip.open(tmp_path / "shakespeare" / "speeches.jsonl.gz", "wt") as file:
-        file.write("\n".join(map(json.dumps, speeches)))
+    plays_in(tmp_path)
     return tmp_path
 
 
