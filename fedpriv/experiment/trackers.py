@@ -12,14 +12,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from fedpriv.errors import InvalidValueError
 from fedpriv.experiment.config import Config, flattened, with_paths
 from fedpriv.support.checks import check_types
-from fedpriv.support.importing import path_of
+from fedpriv.support.importing import check_installed, path_of
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.rounds import OnRound, RoundResult, Stop
 
@@ -95,7 +93,7 @@ class TensorBoard(Tracker):
     """Writes event files into the folder `tensorboard` of the run."""
 
     def __init__(self) -> None:
-        _check_installed("tensorboard")
+        check_installed("tensorboard")
         self._writer: SummaryWriter
 
     def on_start(self, run: StartedRun) -> None:
@@ -125,7 +123,7 @@ class WandB(Tracker):
     """
 
     def __init__(self) -> None:
-        _check_installed("wandb")
+        check_installed("wandb")
         self._run: wandb.Run
 
     def on_start(self, run: StartedRun) -> None:
@@ -176,7 +174,7 @@ class MLflow(Tracker):
     """
 
     def __init__(self) -> None:
-        _check_installed("mlflow")
+        check_installed("mlflow")
         self._client: mlflow.MlflowClient
         self._run = ""
 
@@ -287,14 +285,6 @@ def shown_settings(config: Config) -> dict[str, object]:
         if any(":" in str(name) for name in named):
             table["data"] = {"name": data["name"]}
     return flattened(table)
-
-
-def _check_installed(name: str) -> None:
-    if find_spec(name) is None:
-        raise InvalidValueError(
-            f"{name} cannot follow the run, as it cannot be imported; "
-            f"pip install 'fedpriv[{name}]' installs it"
-        )
 
 
 def _mlflow_experiment(client: "mlflow.MlflowClient") -> str:
