@@ -3,8 +3,8 @@
 An accountant bounds the leakage of a correct program; an audit measures that of a real run.
 Read in this order:
 
-1. `canaries`: the invented users, their updates, and the measurement of a release;
-   `canary_transport` adds them to the users, and is the only module here that imports torch;
+1. `canaries`: the invented users, and the measurement of a release; `fedpriv.run.auditor` adds
+   their updates to those of the users;
 2. `likelihood`: the evidence that a canary is included, from all measurements;
 3. `one_run`: the bound on ε that guesses about canaries prove;
 4. `verdict`: the conclusion, and two tests of the noise that need no canaries.

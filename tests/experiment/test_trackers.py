@@ -317,7 +317,7 @@ def test_event_files_have_the_settings_and_the_end(tmp_path: Path) -> None:
 def test_without_its_package_a_tracker_is_refused_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr("fedpriv.experiment.trackers.find_spec", lambda _name: None)
+    monkeypatch.setattr("fedpriv.support.importing.find_spec", lambda _name: None)
     file = experiment(tmp_path, output={name: True})
     with pytest.raises(InvalidValueError, match=rf"pip install 'fedpriv\[{name}\]'"):
         run_simulation(file, [], tmp_path / "run", resume=False)
