@@ -54,8 +54,7 @@ from fedpriv.server.service import (
 from fedpriv.training.request import RoundRequest, Transport
 from fedpriv.training.rounds import OnRound, RoundResult, Stop, checkpoints, load_checkpoint
 from fedpriv.wire import Price, Proposal, RunState, enrolment_digest
-from fedpriv.wire.naming import Address
-from fedpriv.wire.roster import binding_of, roster_of, signed_head
+from fedpriv.wire.naming import Address, binding_of, roster_of, signed_head
 
 _log = logging.getLogger(__name__)
 _FAREWELL_SECONDS = 10.0  # the longest wait for nodes that read the ledger after the run

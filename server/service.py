@@ -34,8 +34,7 @@ from fedpriv.server.front import Front, listening_sockets
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.wire import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, Receiver, parse
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.naming import SERVICE, Address
-from fedpriv.wire.roster import binding_of, certificate_of
+from fedpriv.wire.naming import SERVICE, Address, binding_of, certificate_of
 
 _log = logging.getLogger(__name__)
 _LONGEST_REASON = 400  # characters

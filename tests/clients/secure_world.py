@@ -44,8 +44,7 @@ from fedpriv.wire import (
     Welcome,
     enrolment_digest,
 )
-from fedpriv.wire.naming import fingerprint_of, load_certificate
-from fedpriv.wire.roster import binding_of, roster_of, signed_head
+from fedpriv.wire.naming import binding_of, fingerprint_of, load_certificate, roster_of, signed_head
 
 PARAMETERS = {"w": np.ones((2, 3), np.float32)}
 LAYOUT = Layout.of(PARAMETERS)
