@@ -39,9 +39,17 @@ from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import Run, RunSetup
 from fedpriv.run.terminal import execute, released_text
 from fedpriv.server.authentication import Authentication, Endpoint, RateLimit, endpoint_of
-from fedpriv.server.collection import Ballot, Collection, End, SignHead, prices, welcomes
+from fedpriv.server.collection import (
+    UPLOADED,
+    Ballot,
+    Collection,
+    End,
+    SecureCollection,
+    SignHead,
+    prices,
+    welcomes,
+)
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.exchange import UPLOADED, SecureCollection
 from fedpriv.server.monitoring import Metrics
 from fedpriv.server.service import (
     Listener,

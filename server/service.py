@@ -27,9 +27,16 @@ from fedpriv.privacy.round import PartialSum
 from fedpriv.report.records import Trouble
 from fedpriv.secure_sums.protocol import PUBLIC_BYTES
 from fedpriv.server.authentication import NODE, Authentication, Context, RefusedCallError
-from fedpriv.server.collection import Ballot, Collection, Connection, Connections, End, completed
+from fedpriv.server.collection import (
+    Ballot,
+    Collection,
+    Connection,
+    Connections,
+    End,
+    Exchange,
+    completed,
+)
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.exchange import Exchange
 from fedpriv.server.front import Front, listening_sockets
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.wire import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, Receiver, parse

@@ -17,12 +17,12 @@ from scipy.special import gammainc
 from fedpriv.accounting.accountants import accountant_named
 from fedpriv.accounting.fdp import trade_off
 from fedpriv.audit.canaries import Canaries, Measurement
-from fedpriv.audit.likelihood import log_likelihood_ratios
 from fedpriv.audit.one_run import (
     best_guesses,
     epsilon_of_mu,
     estimated_epsilon,
     least_mu,
+    log_likelihood_ratios,
     mu_of_epsilon,
     refutes,
     right_guesses,

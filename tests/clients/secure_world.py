@@ -26,9 +26,8 @@ from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import OpenedSum, PartialSum
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.server.certificates import init, issue
-from fedpriv.server.collection import Ballot, Collection
+from fedpriv.server.collection import Ballot, Collection, SecureCollection
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.exchange import SecureCollection
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import (
     Price,
