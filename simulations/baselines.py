@@ -132,7 +132,7 @@ def described(baseline: Baseline, config: Config) -> str:
     """The model's name and number of trainable parameters; one score for a number is linear."""
     model = build_model(config.model.name, config.model.options, config.model.seed)
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    name = config.model.name if baseline.unit is None else "linear"
+    name = config.model.name.rpartition(":")[2] if baseline.unit is None else "linear"
     return f"{name}, {count:,} parameters"
 
 
