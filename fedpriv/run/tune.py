@@ -107,7 +107,7 @@ DEFAULT_SPACE: Mapping[str, Candidates] = {
 }
 # Sections that a trial may not change, except for q: they decide users, measures and the budget.
 _FIXED = (
-    "data", "engine", "name", "output", "run", "seed", "tune", "federation", "callbacks", "privacy",
+    "data", "engine", "name", "output", "run", "seed", "tune", "federation", "trackers", "privacy",
 )  # fmt: skip
 _MARGIN = 1.0 - 2.0**-30  # a factor of noise multipliers that covers their rounding
 _UNLIMITED = PrivacyBudget(math.inf, 0.5, lambda _events, _delta: math.inf)

@@ -67,7 +67,7 @@ def private(model: nn.Module, rounds: int, turn: Step) -> None:
             local=fedpriv.SGD(RATE, batch_size=BATCH, epochs=1),
             server=fedpriv.FedAvg(1.0),
             out=f"{folder}/run",
-            on_round=[lambda _: turn()],
+            trackers=[lambda _: turn()],
             evaluate_every=rounds,
             quiet=True,
         )
