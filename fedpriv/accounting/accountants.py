@@ -72,6 +72,7 @@ from fedpriv.support.checks import check_types, plain_numbers, text_up
 ADD_OR_REMOVE, REPLACE = NeighbouringRelation
 
 _GROUPS = 4096, 64  # numbers of groups of rounds to try, in order
+_FAINT = 0.2  # noise below which rounds can be so rare that δ covers them
 _WIDE = 0.1  # relative width from which looser bounds are tried
 
 
@@ -182,8 +183,13 @@ def poisson_pairs(rounds: Rounds) -> Pairs:
 
 def tightest_epsilon(pairs: Pairs, delta: float) -> Ends:
     """Return an interval of the least ε for which the pairs together are (ε, δ)-DP."""
-    low, up = _tightest(pairs, delta, contour.epsilon_interval, pld.epsilon_interval)
+    interval = contour.epsilon_interval, pld.epsilon_interval
+    low, up = _tightest(pairs, delta, *interval)
     if low < (1.0 - _WIDE) * up:
+        others, share = _without_faint(pairs)
+        if others and share < delta:
+            low = max(low, _tightest(others, delta, *interval)[0])
+            up = min(up, _tightest(others, delta - share, *interval)[1])
         up = min(up, rdp.epsilon_from_rdp(rdp.DEFAULT_ORDERS, _rdp_above(pairs), delta))
         for share in (2.0**-40, 0.5):  # of δ for a user in many rounds
             noise = pld.noise_of_sampled(pairs, share * delta)
@@ -193,8 +199,15 @@ def tightest_epsilon(pairs: Pairs, delta: float) -> Ends:
 
 def tightest_delta(pairs: Pairs, epsilon: float) -> Ends:
     """Return an interval of the least δ for which the pairs are (ε, δ)-DP at a finite ε."""
-    low, up = _tightest(pairs, epsilon, contour.delta_interval, pld.delta_interval)
-    return low, _capped_delta(pairs, epsilon, up) if low < (1.0 - _WIDE) * up else up
+    interval = contour.delta_interval, pld.delta_interval
+    low, up = _tightest(pairs, epsilon, *interval)
+    if low < (1.0 - _WIDE) * up:
+        others, share = _without_faint(pairs)
+        if others and share < up:
+            ends = _tightest(others, epsilon, *interval)
+            low, up = max(low, ends[0]), min(up, ends[1] + share)
+        up = _capped_delta(pairs, epsilon, up)
+    return low, up
 
 
 def tightest_deltas(pairs: Pairs, epsilons: Sequence[float], near: Sequence[float]) -> Vector:
@@ -209,6 +222,17 @@ def tightest_deltas(pairs: Pairs, epsilons: Sequence[float], near: Sequence[floa
     if ups[-1] > (1.0 + _WIDE) * min(near):
         ups = np.array(list(map(partial(_capped_delta, pairs), epsilons, ups)))
     return ups
+
+
+def _without_faint(pairs: Pairs) -> tuple[Pairs, float]:
+    """Return the pairs without those of little noise, and the `pld.exposure` of the latter.
+
+    The others alone cost no more at δ, and no less at δ minus the exposure, which counts as a loss
+    that is infinite (see `pld.exposure`).
+    """
+    faint = {pair: n for pair, n in pairs.items() if pair.z < _FAINT}
+    others = {pair: n for pair, n in pairs.items() if pair not in faint}
+    return others, pld.exposure(faint) * (1.0 + 2.0**-30)
 
 
 def _capped_delta(pairs: Pairs, epsilon: float, up: float) -> float:

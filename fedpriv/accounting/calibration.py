@@ -158,22 +158,26 @@ def last_within(
         setting = (min if end > start else max)(last[0] * factor, end)
         following, factor = (setting, excess(setting)), factor * factor
     inside, outside = (last, following) if last[1] < 0.0 else (following, last)
-    was_inside = None
     for number in count(1):
-        (a, below), (b, above) = inside, outside
+        a, b = inside[0], outside[0]
         if abs(a - b) <= 1.0 if whole else max(a, b) <= _PRECISION * min(a, b):
             break
-        # The secant in logarithms, and every eighth time the middle. The excess of an end that
-        # stays twice is halved (the Illinois rule), so that it is soon replaced.
-        share = below / (below - above) if number % _BISECT_EVERY else 0.5
-        setting = _between(a, b, a * (b / a) ** share, whole=whole)
-        trial = setting, excess(setting)
-        is_inside = trial[1] < 0.0
-        weight = 0.5 if is_inside is was_inside else 1.0
-        stays = (b, weight * above) if is_inside else (a, weight * below)
-        inside, outside = (trial, stays) if is_inside else (stays, trial)
-        was_inside = is_inside
+        # The secant of the last two trials, or of the ends; and every eighth time the middle.
+        guess = _secant(last, following) if number % _BISECT_EVERY else math.sqrt(a) * math.sqrt(b)
+        if not min(a, b) < guess < max(a, b):
+            guess = _secant(inside, outside)
+        setting = _between(a, b, guess, whole=whole)
+        last, following = following, (setting, excess(setting))
+        inside, outside = (following, outside) if following[1] < 0.0 else (inside, following)
     return inside[0]
+
+
+def _secant(first: tuple[float, float], second: tuple[float, float]) -> float:
+    """Return the setting where a line through two trials is 0, in logarithms; NaN if it is flat."""
+    (a, at_a), (b, at_b) = first, second
+    if at_a == at_b:
+        return math.nan
+    return math.exp(max(-700.0, min(700.0, math.log(a) + at_a / (at_a - at_b) * math.log(b / a))))
 
 
 def _between(a: float, b: float, guess: float, *, whole: bool) -> float:

@@ -27,7 +27,7 @@ from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, merge_equal
 
 _PAIRS, _LEAST_DELTA = 64, 1e-6  # (ε, δ) evenly spaced up to ε at the least δ: accurate to ~0.001
-_LARGE_DELTAS = 0.3, 1e-2  # plans for these and the least δ serve all pairs
+_PLANNED = 0.3, _LEAST_DELTA, 1e-2  # plans for these δ serve all pairs, mostly the first alone
 _ROUNDING = 2.0**-50  # of the few operations of f_{ε,δ}, whose relevant parts are at most 1
 
 
@@ -70,7 +70,7 @@ def trade_off(events: Iterable[RoundEvent], accountant: str = "tight") -> TradeO
     loss = pricing.epsilon(merged, _LEAST_DELTA)
     largest = loss.epsilon if math.isfinite(loss.epsilon) else 0.0
     epsilons = sorted({float(x) for x in np.linspace(0.0, largest, _PAIRS)})
-    deltas = pricing.deltas(merged, epsilons, (*_LARGE_DELTAS, _LEAST_DELTA)).tolist()
+    deltas = pricing.deltas(merged, epsilons, _PLANNED).tolist()
     pairs = tuple(zip(epsilons, deltas, strict=True))
     mu = None
     with suppress(UnsupportedEventError):

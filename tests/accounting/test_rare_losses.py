@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.special import log_ndtr, ndtr
 
 from fedpriv.accounting import calibrate_noise_multiplier, epsilon, poisson_gaussian
 from fedpriv.accounting.accountants import poisson_pairs
@@ -21,6 +23,8 @@ from fedpriv.accounting.pld.sampled_examples import PoissonPair
 from fedpriv.accounting.round_counts import Direction
 from tests.accounting import poisson_rounds
 from tests.accounting.closed_forms import one_round_delta, poisson_delta
+
+Floats = NDArray[np.float64]
 
 
 @pytest.mark.parametrize("z", [1e-3, 0.019, 0.021, 0.049, 0.05, 0.08, 0.3])
@@ -166,3 +170,48 @@ def test_the_cap_for_huge_losses_is_above_the_truth_and_not_far_above_the_lower_
     while math.comb(rounds, taken + 1) * q ** (taken + 1) * (1 - q) ** rounds > 2e-7:
         taken += 1
     assert loss.epsilon >= taken * (0.5 / z**2 + math.log(q)) - rounds * q
+
+
+def beside_a_gaussian(q: float, z: float, mu: float, at: float) -> float:
+    """δ of a μ-GDP release and one sampled round: the former's, averaged over the latter's loss."""
+    y: Floats = np.linspace(-12.0, 1 / z + 12.0, 200_001)
+    loss = np.logaddexp(math.log1p(-q), math.log(q) + (y - 0.5 / z) / z)
+
+    def gaussian_delta(e: Floats) -> Floats:
+        e = np.clip(e, -700.0, 700.0)
+        return np.asarray(ndtr(mu / 2 - e / mu) - np.exp(e + log_ndtr(-mu / 2 - e / mu)))
+
+    without, present = np.exp(-(y**2) / 2), np.exp(-((y - 1 / z) ** 2) / 2)
+    removed = ((1 - q) * without + q * present) @ gaussian_delta(at - loss)
+    added = without @ gaussian_delta(at + loss)
+    return float(max(removed, added) * (y[1] - y[0]) / math.sqrt(2 * math.pi))
+
+
+@pytest.mark.parametrize("z", [0.03, 0.06, 0.1, 0.2, 0.3])
+@pytest.mark.parametrize("q", [1e-8, 1e-7, 1e-6, 1e-4])
+def test_one_rare_round_of_little_noise_beside_a_gaussian_has_its_price(q: float, z: float) -> None:
+    loss = epsilon([poisson_gaussian(1.0, 3.0), poisson_gaussian(q, z)], 1e-5)
+    assert loss.epsilon_low >= (1 - 2e-3) * loss.epsilon
+    above, below = (beside_a_gaussian(q, z, 1 / 3, e) for e in (loss.epsilon_low, loss.epsilon))
+    assert below <= 1e-5 * (1 + 1e-7)
+    assert above >= 1e-5 * (1 - 1e-7)
+
+
+@pytest.mark.parametrize(
+    ("q", "z", "width"),
+    [(1e-7, 0.05, 0.02), (5e-7, 0.1, 0.1), (5e-7, 0.3, 1e-3), (1e-5, 0.3, 1e-3)],
+)
+def test_one_rare_round_of_little_noise_hardly_changes_many_others(
+    q: float, z: float, width: float
+) -> None:
+    rng = np.random.default_rng(3)
+    settings_ = zip(
+        0.002 * np.exp(rng.normal(0, 0.5, 300)), rng.uniform(0.9, 1.1, 300), strict=True
+    )
+    others = [poisson_gaussian(float(a), float(b), 7) for a, b in settings_]
+    without, loss = epsilon(others, 1e-6), epsilon([*others, poisson_gaussian(q, z)], 1e-6)
+    assert (1 - width) * loss.epsilon <= loss.epsilon_low <= loss.epsilon
+    # The user takes part in the rare round with probability q at most.
+    assert without.epsilon_low <= loss.epsilon
+    if q < 1e-6:
+        assert loss.epsilon_low <= epsilon(others, 1e-6 - q).epsilon

@@ -23,6 +23,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, partial
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -468,8 +469,11 @@ def epsilon_interval(rounds: Rounds, delta: float, views: Views = USERS) -> Ends
         renyi = (cumulant_bound(setting, plan) - log_rest - conversion(plan.c)) / plan.c
         return max(0.0, min(renyi, most))
 
+    def plan_of(few: DirectedRounds, up: float) -> ContourPlan:
+        return plan_at_delta(few, log_delta) if up == math.inf else plan_at_epsilon(few, up)
+
     ends_of = partial(_epsilon_ends, log_delta=log_delta)
-    return _worse(rounds, views, lambda few: plan_at_delta(few, log_delta), ends_of, ceiling, 1e-9)
+    return _worse(rounds, views, plan_of, ends_of, ceiling, 1e-9)
 
 
 def delta_interval(rounds: Rounds, epsilon: float, views: Views = USERS) -> Ends:
@@ -492,32 +496,39 @@ def delta_interval(rounds: Rounds, epsilon: float, views: Views = USERS) -> Ends
         low, up = sums.delta_ends(np.array(epsilon))
         return float(low), float(up)
 
-    return _worse(rounds, views, lambda few: plan_at_epsilon(few, epsilon), ends_of, ceiling, 1e-90)
+    def plan_of(few: DirectedRounds, _up: float) -> ContourPlan:
+        return plan_at_epsilon(few, epsilon)
+
+    return _worse(rounds, views, plan_of, ends_of, ceiling, 1e-90)
 
 
 def deltas_along(
     rounds: Rounds, epsilons: Sequence[float], near: Sequence[float], views: Views = USERS
 ) -> Vector:
-    """Return upper bounds of δ at each ε: [epsilons], tight where δ is between the deltas `near`.
+    """Return upper bounds of δ at ascending ε: [epsilons], tight for δ between those of `near`.
 
-    Every contour bounds δ at all ε. There is one for the last delta of `near` in each view, and for
-    others while some bounds are wide. ContourUnsuitableError if one is too expensive or too wide,
-    or as in `epsilon_interval`.
+    Every contour bounds δ at all ε. The one for the first delta of `near` is precise enough for all
+    of them; views share its plan, and have others where bounds stay wide. ContourUnsuitableError if
+    a contour is too expensive, if all are wide, or as in `epsilon_interval`.
     """
-    worse, at = np.zeros(len(epsilons)), np.array(epsilons)
+    worse, at, shared = np.zeros(len(epsilons)), np.array(epsilons), list[ContourPlan]()
     for view in views:
         setting, groups = _directed(rounds, view)
+        groups = replace(groups, certainty=groups.certainty + math.log(max(near) / min(near)))
         lows, ups = np.zeros(len(at)), np.where(at < _largest_loss(setting), 1.0, 0.0)
-        for delta in sorted(near):
-            if (ups - lows <= _NEARLY * ups).all():
-                break
-            plan = plan_at_delta(groups, math.log(delta))
-            sums = contour(setting, plan)
-            low, up = sums.delta_ends(np.array(plan.epsilon)) if sums else (0.0, 1.0)
-            if sums is None or low < 0.99 * up:
-                raise ContourUnsuitableError(f"the contour only finds [{low:.6g}, {up:.6g}] for δ")
+        own = (plan_at_delta(groups, math.log(delta)) for delta in near)
+        for plan in chain(shared, own):
+            shared = shared or [plan]
+            if (sums := contour(setting, plan)) is None:
+                raise ContourUnsuitableError("the contour is too expensive")
             below, above = sums.delta_ends(at)
+            below = np.maximum.accumulate(below[::-1])[::-1]  # as δ decreases with ε
             lows, ups = np.maximum(lows, below), np.minimum(ups, above)
+            is_wide = ups > np.maximum(np.maximum(worse, min(near)), lows + _NEARLY * ups)
+            if not is_wide.any():
+                break
+        if is_wide[lows < max(near)].any():
+            raise ContourUnsuitableError("every contour leaves a wide interval of some δ")
         worse = np.maximum(worse, ups)
     return worse
 
@@ -530,7 +541,7 @@ def conversion(c: float) -> float:
 def _worse(
     rounds: Rounds,
     views: Views,
-    plan_of: Callable[[DirectedRounds], ContourPlan],
+    plan_of: Callable[[DirectedRounds, float], ContourPlan],
     ends_of: Callable[[Contour], Ends],
     ceiling: Callable[[DirectedRounds, ContourPlan, float], float],
     negligible: float,
@@ -546,9 +557,9 @@ def _worse(
     for view in views:
         setting, groups = _directed(rounds, view)
         below, above = 0.0, math.inf
-        # If the rounds differ so much that a plan for groups does not suit them, they are planned.
-        for planned in (setting,) if len(rounds) <= _PLANNED else (groups, setting):
-            plan = plan_of(planned)
+        # A plan for groups, or for a wrong guess of ε, may not suit the rounds.
+        for planned in (groups, setting):
+            plan = plan_of(planned, above)
             if view.direction is Direction.ADD:
                 above = min(above, ceiling(setting, plan, low))
             if above <= low:
@@ -592,14 +603,18 @@ def _epsilon_ends(sums: Contour, log_delta: float) -> Ends:
     def scale(at: float) -> float:
         return float(sums.log_scale(np.array(at)))
 
-    for _ in range(50):  # Newton's method for log δ
+    left, right = -math.inf, math.inf
+    for _ in range(50):  # Newton's method for log δ, which need not be concave, within a bracket
         value, slope = sums.value(epsilon)
         if not (value > 0.0 and slope > 0.0):
             return 0.0, math.inf
         excess = math.log(value) + scale(epsilon) - log_delta
+        left, right = (epsilon, right) if excess > 0.0 else (left, epsilon)
         before, epsilon = epsilon, max(epsilon + excess * value / slope, 0.0)
         if abs(epsilon - before) <= 1e-13 * (epsilon + value / slope):
             break
+        if not left < epsilon < right:
+            epsilon = max((left + right) / 2, 0.0)
     below, above = map(float, sums.bounds(np.array(epsilon)))
     log_rest = _log_allowed(log_delta, sums.dropped)
     least = 1e-13 * (epsilon + value / slope)

@@ -4,7 +4,8 @@ from fedpriv.accounting.pld.queries import (
     delta_interval,
     deltas_above,
     epsilon_interval,
+    exposure,
     noise_of_sampled,
 )
 
-__all__ = ["delta_interval", "deltas_above", "epsilon_interval", "noise_of_sampled"]
+__all__ = ["delta_interval", "deltas_above", "epsilon_interval", "exposure", "noise_of_sampled"]
