@@ -28,9 +28,10 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import scipy
 from scipy.linalg import toeplitz
-from scipy.special import gammaln, log_ndtr, logsumexp, ndtr, ndtri
+from scipy.special import gammaln, logsumexp, ndtr, ndtri
 
 from fedpriv.accounting.fdp import TradeOff
+from fedpriv.accounting.gaussian import epsilon_interval
 from fedpriv.audit.canaries import Measurement
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import (
@@ -168,15 +169,10 @@ def refutes(off: TradeOff, canaries: int, guesses: int, correct: int, error: flo
     """Return whether the guesses refute a trade-off function, at this error probability."""
 
     def least_false_alarms(power: FloatVector) -> FloatVector:
-        # For every (ε, δ), power at α is at most min(e^ε·α + δ, 1 − e^−ε·(1 − δ − α)).
-        bounds = [np.zeros_like(power)]
-        for epsilon, delta in off.pairs:
-            bounds.append((power - delta) * math.exp(-epsilon))
-            bounds.append(1.0 - delta - np.exp(np.log(1.0 - np.minimum(power, 1.0)) + epsilon))
-        return np.asarray(np.max(bounds, axis=0))
+        # f is symmetric: misses as rare as these false alarms make false alarms as rare as misses.
+        return off.type_two(1.0 - np.minimum(power, 1.0))
 
-    with np.errstate(divide="ignore", over="ignore"):
-        return not passes(least_false_alarms, canaries, guesses, correct, error)[0]
+    return not passes(least_false_alarms, canaries, guesses, correct, error)[0]
 
 
 def least_mu(canaries: int, guesses: int, correct: int, error: float) -> float:
@@ -195,18 +191,8 @@ def least_mu(canaries: int, guesses: int, correct: int, error: float) -> float:
 
 
 def epsilon_of_mu(mu: float, delta: float) -> float:
-    """Return the ε of G_μ at δ: δ = Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ); 0 if δ is larger."""
-    if mu <= 0.0:
-        return 0.0
-
-    def excess(epsilon: float) -> float:
-        upper, lower = mu / 2.0 - epsilon / mu, -mu / 2.0 - epsilon / mu
-        return float(ndtr(upper) - math.exp(min(epsilon + float(log_ndtr(lower)), 0.0)) - delta)
-
-    if excess(0.0) <= 0.0:
-        return 0.0
-    high = mu * (mu / 2.0 - float(ndtri(delta)))  # at which the first term alone is δ
-    return float(scipy.optimize.brentq(excess, 0.0, high, xtol=1e-12))
+    """Return the ε of G_μ at δ, never above the truth; 0 if δ is larger than that of ε = 0."""
+    return epsilon_interval(delta, 1.0 / mu)[0] if mu > 0.0 else 0.0
 
 
 def mu_of_epsilon(epsilon: float, delta: float) -> float:
