@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from fedpriv.audit.one_run import check_auditable
+from fedpriv.audit.canaries import check_auditable
 from fedpriv.audit.verdict import Audit
 from fedpriv.data.columns import Fields
 from fedpriv.data.places import in_places, refuse_shared
