@@ -69,7 +69,7 @@ _FAREWELL_SECONDS = 10.0  # the longest wait for nodes that read the ledger afte
 _IDLE_SECONDS = 1.0  # the wait ends after so long without a call
 _FIRST_PAUSE_SECONDS = 5.0  # for votes; doubled each time
 _LONGEST_PAUSE_SECONDS = 60.0
-_LATE_VOTES_SECONDS = 5.0  # the wait for other nodes' votes, once enough agree to a secure sum
+_LATE_SECONDS = 5.0  # the wait for other nodes' votes, once enough agree to a secure sum
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,12 +111,12 @@ class GrpcTransport(Transport):
             ballot = self._ballot(request)
             self.listener.call(partial(service.propose, ballot))
             pause = min(2.0 * pause, _LONGEST_PAUSE_SECONDS, left)
-            if self._wait_for_least(lambda: service.willing, pause):
+            if self._wait_for_least(lambda: service.votes(agrees=True), pause):
                 if ballot.terms.price.event.secure_sum is not None:  # later votes come too late
-                    self._wait_for_least(lambda: least - service.undecided, _LATE_VOTES_SECONDS)
+                    self._wait_for_least(lambda: least - service.votes(agrees=None), _LATE_SECONDS)
                 return
             left -= pause
-            agreed = self.listener.call(lambda: service.willing)
+            agreed = self.listener.call(lambda: service.votes(agrees=True))
             result = f"{agreed} of the {least} required nodes agree to round {request.round}"
             if left <= 0.0:
                 raise DeclinedError(f"{result}; it was not begun, and nothing is charged for it")

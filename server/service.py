@@ -243,17 +243,10 @@ class Service:
                 connection.tell(self.ballot)
                 self.authentication.rates.grant(node, _CALLS_TO_VOTE)
 
-    @property
-    def undecided(self) -> int:
-        """Number of connected nodes that have not voted on the proposal."""
-        ballot = self.ballot
-        return sum(ballot.agrees(node) is None for node in self.connections.nodes) if ballot else 0
-
-    @property
-    def willing(self) -> int:
-        """Number of connected nodes that agree to the proposal."""
-        ballot = self.ballot
-        return sum(ballot.agrees(node) is True for node in self.connections.nodes) if ballot else 0
+    def votes(self, *, agrees: bool | None) -> int:
+        """Return how many connected nodes agree to the proposal or not; None: have not voted."""
+        ballot, nodes = self.ballot, self.connections.nodes
+        return sum(ballot.agrees(node) is agrees for node in nodes) if ballot else 0
 
     def open_round(self, collection: Collection, exchange: Exchange | None = None) -> None:
         """Begin to collect a round, and offer it to the connected nodes with drawn users."""

@@ -29,7 +29,7 @@ from fedpriv.audit.canaries import Canaries, Measurement, log_likelihood_ratios
 from fedpriv.ledger.events import RoundEvent, merge_equal
 from fedpriv.privacy.clipping import Flags
 from fedpriv.privacy.layout import FloatVector
-from fedpriv.support.checks import epsilon_down, epsilon_up, hold_numbers, require
+from fedpriv.support.checks import check_ranges, epsilon_down, epsilon_up, hold_numbers
 
 ERROR = 0.05  # the chance to refute a true claim, or of a bound above the truth
 _NOISE_ERROR = 0.0005  # the part of each test of noise; the test of membership has the rest
@@ -57,9 +57,7 @@ class Audit:
 
     def __post_init__(self) -> None:
         hold_numbers(self)
-        m, limit = self.canaries, f"{FEWEST_CANARIES}, since fewer show hardly anything"
-        require(m >= FEWEST_CANARIES, f"canaries is {m}; it must be at least {limit}")
-        require(m <= MOST_CANARIES, f"canaries is {m}; it must be at most {MOST_CANARIES}")
+        check_ranges(self, canaries=f"[{FEWEST_CANARIES}, {MOST_CANARIES}]")
 
 
 @dataclass(frozen=True)
