@@ -197,11 +197,10 @@ def _layers(
 
 def _numbers(calls: Sequence[Done]) -> int:
     """Return how many numbers were computed, including the patches of convolutions."""
-    total = 0
-    for done in calls:
-        result, call = done.result, done.call
-        if isinstance(result, Rows) and not result._is_view():
-            total += result.numel()
+    results = [done.result for done in calls if isinstance(done.result, Rows)]
+    memory = {r.untyped_storage().data_ptr(): r.untyped_storage().nbytes() for r in results}
+    total = sum(memory.values()) // 4  # a result may be a view of new memory
+    for call, result in ((done.call, done.result) for done in calls):
         if call.name in ("conv1d", "conv2d"):
             _, weight = call.given("input", "weight")
             total += result.numel() // weight.shape[0] * weight[0].numel()

@@ -78,7 +78,7 @@ class Contest:
 CONTESTS = {
     "adapters": Contest(partial(adapters, 128, 4), texts, 100, 20, 10),
     "large adapters": Contest(partial(adapters, 768, 12), texts, 6, 4, 2),
-    "resnet-18": Contest(resnet18, images, 10, 10, 5),
+    "resnet-18": Contest(resnet18, images, 4, 50, 10, 4),
     "tiny": Contest(partial(adapters, 16, 1), texts, 5, 4, 2, 2),  # for tests
 }
 

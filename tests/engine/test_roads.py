@@ -61,6 +61,31 @@ def mlp() -> nn.Module:
 
 # What decides.
 
+
+class Wide(nn.Module):
+    """Computes `width` numbers between six inputs and three scores, by few weights."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 1), nn.Linear(1, 3)
+        self.register_buffer("scale", torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the scores [B, 3]."""
+        return self.last(torch.tanh(self.first(x) * self.scale).mean(1, keepdim=True))
+
+
+def test_lanes_have_room_for_what_a_model_computes() -> None:
+    """A slice of two rows keeps two tensors of `width` numbers: no more lanes than memory holds."""
+    for width in (10, 2_000, 20_000):
+        road = road_of(Wide(width), path="together")
+        assert road.shapes[0] <= max(1, MEMORY // (2 * 2 * width * 4)) + 31
+        assert road.width == 2
+    assert road_of(Wide(10), path="together").shapes[0] >= USERS
+    with pytest.raises(ModelError, match="one of them fills the memory of a chunk"):
+        road_of(Wide(1_000_000), path="together")
+
+
 sizes_of_users = st.lists(st.integers(0, 300), min_size=1, max_size=20)
 
 
