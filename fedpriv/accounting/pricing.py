@@ -14,18 +14,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
-from fedpriv.accounting.accountants import (
-    ACCOUNTANTS,
-    Accountant,
-    PrivacyLoss,
-    accountant_named,
-)
+from fedpriv.accounting.accountants import ACCOUNTANTS, Accountant, PrivacyLoss, accountant_named
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
-from fedpriv.ledger.events import (
-    Randomness,
-    RoundEvent,
-    merge_equal,
-)
+from fedpriv.ledger.events import Randomness, RoundEvent, merge_equal
 from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, paid_events
 from fedpriv.support.checks import require
 

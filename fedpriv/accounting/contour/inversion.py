@@ -48,14 +48,7 @@ from fedpriv.accounting.contour.cumulant import (
     support,
     tilt,
 )
-from fedpriv.accounting.round_counts import (
-    Direction,
-    Ends,
-    Rounds,
-    Vector,
-    arrays,
-    grouped,
-)
+from fedpriv.accounting.round_counts import Direction, Ends, Rounds, Vector, arrays, grouped
 from fedpriv.errors import UnsupportedEventError
 
 _LEAST_LOG_DELTA = math.log(1e-100)  # of the smallest δ

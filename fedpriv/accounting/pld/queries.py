@@ -170,8 +170,12 @@ def _share(pair: LossPair) -> float:
 
 def _largest_added(pairs: Pairs) -> float:
     """Return an upper bound of the loss of all events when a user is added."""
-    least = (n * (p.least if isinstance(p, GaussianPair) else -math.inf) for p, n in pairs.items())
-    return -sum(least) * (1.0 + 2.0**-30)
+    most = 0.0
+    for pair, count in pairs.items():
+        if not isinstance(pair, PoissonPair) or pair.q == 1.0:
+            return math.inf
+        most -= count * pair.examples * math.log1p(-pair.q)
+    return most * (1.0 + 2.0**-30)
 
 
 def _closed_form(pairs: Pairs) -> float | None:
