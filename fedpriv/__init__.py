@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from fedpriv.privacy.gaussian_mechanism import Averaging
     from fedpriv.run.compare import Comparison, compare
     from fedpriv.run.export import load_model
+    from fedpriv.run.folder import draw
     from fedpriv.run.run import Run
     from fedpriv.run.simulate import simulate
     from fedpriv.run.tune import Tuning, tune
@@ -77,8 +78,8 @@ __all__ = [
     "Mechanism", "Part", "PerLayer", "Personalisation", "Poisson", "PoissonExamples",
     "PolynomialDecay", "Population", "PowerDecay", "RandomAllocation",
     "RoundResult", "Run", "Scaffold", "Separated", "StartedRun", "StepDecay",
-    "Task", "TensorBoard", "Tracker", "Tuning", "WandB", "__version__", "compare", "epsilon",
-    "load_model", "merge_adapters", "simulate", "tune", "with_adapters",
+    "Task", "TensorBoard", "Tracker", "Tuning", "WandB", "__version__", "compare", "draw",
+    "epsilon", "load_model", "merge_adapters", "simulate", "tune", "with_adapters",
 ]
 # fmt: on
 
@@ -100,6 +101,7 @@ _NAMES_IN = {
     "privacy.gaussian_mechanism": "Averaging",
     "run.compare": "Comparison compare",
     "run.export": "load_model",
+    "run.folder": "draw",
     "run.run": "Run",
     "run.simulate": "simulate",
     "run.tune": "Tuning tune",

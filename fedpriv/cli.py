@@ -211,7 +211,10 @@ def compare(
 
 @app.command(rich_help_panel=_TRAIN)
 def report(
-    folder: Annotated[Path, typer.Argument(help="folder of a run or a study")],
+    folders: Annotated[
+        list[Path],
+        typer.Argument(help="folder of a run or a study; or of several runs, for --charts"),
+    ],
     out: Annotated[Path | None, _option("file to write", default="report.html in FOLDER")] = None,
     show: Annotated[bool, _option("open it in the browser", "--open")] = False,
     charts: Annotated[
@@ -220,8 +223,12 @@ def report(
     as_json: Annotated[bool, _option("print one JSON object; no page", "--json")] = False,
 ) -> None:
     """Write one HTML page of a run or a study, which opens offline; ledgers are verified first."""
-    from fedpriv.run.folder import summary_json, write_charts, write_report
+    from fedpriv.run.folder import draw, summary_json, write_charts, write_report
 
+    folder, several = folders[0], len(folders) > 1
+    if several and charts is None:
+        found = f"{len(folders)} folders are given"
+        raise InvalidValueError(f"{found}; a page is of one, and --charts draws several runs")
     if as_json:
         if out or show or charts:
             raise InvalidValueError("--json writes no page; leave out --out, --open and --charts")
@@ -232,7 +239,7 @@ def report(
         return
     if out or show:
         raise InvalidValueError("--charts writes no page; leave out --out and --open")
-    for file in write_charts(folder, charts):
+    for file in draw(folders, charts) if several else write_charts(folder, charts):
         typer.echo(file)
 
 

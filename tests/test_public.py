@@ -70,7 +70,7 @@ FACE = """
     RandomAllocation Separated FedAdam FedAvg FedAvgM FedRecon FedYogi FederatedEvaluation Flat
     Grouped Joint MLflow Mechanism Part PerLayer Personalisation Poisson PoissonExamples
     PolynomialDecay Population PowerDecay RoundResult Run SGD Scaffold StartedRun
-    StepDecay Task TensorBoard Tracker Tuning WandB __version__ compare epsilon
+    StepDecay Task TensorBoard Tracker Tuning WandB __version__ compare draw epsilon
     load_model merge_adapters simulate tune with_adapters
 """
 

@@ -449,7 +449,7 @@ def _summary(
 
 def _by_round_chart(arms: Sequence[_Arm], target: Target, name: str) -> Chart:
     measure = measure_of([arm.summary for arm in arms])
-    series = [line_of(arm.summary.arm, *_over_seeds(arm, measure)) for arm in arms]
+    series = [line_of(arm.summary.arm, *over_seeds(arm.records, measure)) for arm in arms]
     return measure_chart("study-rounds", measure, series, name, epsilon=target.epsilon)
 
 
@@ -457,7 +457,7 @@ def _spent_chart(study: Study, arms: Sequence[_Arm], target: Target) -> Chart:
     measure = measure_of([arm.summary for arm in arms])
     series = []
     for arm in arms:
-        rounds, intervals = _over_seeds(arm, measure)
+        rounds, intervals = over_seeds(arm.records, measure)
         epsilons = {result.round: result.epsilon for result in arm.records[0].rounds}
         x = [epsilons[number] for number in rounds]
         series.append(line_of(arm.summary.arm, x, intervals))
@@ -466,13 +466,13 @@ def _spent_chart(study: Study, arms: Sequence[_Arm], target: Target) -> Chart:
     )
 
 
-def _over_seeds(arm: _Arm, measure: Measure) -> tuple[list[int], list[Interval]]:
-    """Return the rounds that were evaluated under every seed, and intervals over seeds."""
+def over_seeds(records: Sequence[RunRecord], measure: Measure) -> tuple[list[int], list[Interval]]:
+    """Return the rounds in which every run was evaluated, and intervals over the runs."""
     values: dict[int, list[float]] = {}
-    for record in arm.records:
+    for record in records:
         for result, value in zip(*measured(measure, record.rounds), strict=True):
             values.setdefault(result.round, []).append(value)
-    rounds = [number for number in sorted(values) if len(values[number]) == len(arm.records)]
+    rounds = [number for number in sorted(values) if len(values[number]) == len(records)]
     return rounds, [Interval.of(values[number]) for number in rounds]
 
 

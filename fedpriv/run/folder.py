@@ -5,11 +5,11 @@ import fcntl
 import json
 import os
 import webbrowser
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
@@ -26,6 +26,7 @@ from fedpriv.report.records import RunEnd, RunRecord, SimulationOnlyRound, SiteT
 from fedpriv.report.tables import json_text
 from fedpriv.studies import read_study
 from fedpriv.studies.results import STUDY, holds_results_alone
+from fedpriv.support.checks import require
 from fedpriv.support.disk import naming, sync, write_atomically, writing
 from fedpriv.support.logs import SIMULATION_ONLY
 from fedpriv.training.rounds import RoundResult
@@ -365,3 +366,27 @@ def write_charts(folder: Path, out: Path) -> list[Path]:
     if (folder / STUDY).exists():
         return study_page.write_study_charts(read_study(folder), out)
     return run_page.write_run_charts(read_run(folder), out)
+
+
+class _OfRun(Protocol):
+    @property
+    def folder(self) -> Path:
+        """The folder of a run."""
+
+
+def draw(runs: Iterable[Path | str | _OfRun], out: Path | str) -> list[Path]:
+    """Draw runs together: accuracy against ε, users and time; return the PNG and SVG files.
+
+    * runs: finished or not, by their folders or as `simulate` returned them. Those that differ only
+      in seeds are one line, with a band around their mean.
+    * out: the folder to write `by-epsilon`, `by-users` and `by-seconds` into; the last two are left
+      out if all runs have the same number of users, or if times of rounds are unknown.
+
+    A FedprivError says which runs cannot be on one chart.
+    """
+    from fedpriv.report.charts import save_all  # noqa: PLC0415 - charts start slowly
+    from fedpriv.report.curves import curves  # noqa: PLC0415
+
+    folders = [Path(run) if isinstance(run, Path | str) else run.folder for run in runs]
+    require(bool(folders), "there is no run to draw; give at least one")
+    return save_all(curves([read_run(folder) for folder in folders]), Path(out))

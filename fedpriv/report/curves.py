@@ -1,0 +1,143 @@
+"""Charts of any runs together: accuracy against ε, the number of users, and time."""
+
+import itertools
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fedpriv.errors import DataError, InvalidValueError
+from fedpriv.report.charts import Chart
+from fedpriv.report.guarantee import (
+    about_projection,
+    projection_of,
+    unit_of,
+    users_of,
+    with_warnings,
+)
+from fedpriv.report.records import RunRecord
+from fedpriv.report.study_page import line_of, measure_chart, over_seeds
+from fedpriv.studies.results import ACCURACY, LOSS, Interval, Measure
+
+_OF_ONE_RUN = ("run", "output", "engine")  # sections without influence on what a run is worth
+_DERIVED = ("privacy.noise_multiplier",)
+_OF_USERS = ("population.as_if", "data.options.users")
+_MOST_SETTINGS = 3  # in a legend
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """Runs whose plans differ at most in seeds."""
+
+    settings: Mapping[str, object]  # by dotted key
+    records: Sequence[RunRecord]
+
+    @property
+    def users(self) -> int:
+        """N, or N′ of the larger population that the users stand for."""
+        ledger = self.records[0].ledger
+        larger = projection_of(ledger)
+        return larger.population if larger else users_of(ledger)
+
+
+def curves(records: Sequence[RunRecord]) -> list[Chart]:
+    """Return the charts `by-epsilon`, `by-users` and `by-seconds`.
+
+    Runs that differ only in seeds are one line: the mean, with Student's 95% interval. The second
+    chart needs different numbers of users, the third the times of all rounds. DataError if a run
+    was never evaluated; InvalidValueError if ε of the runs are of several δ or units.
+    """
+    for record in records:
+        if not any(result.loss is not None for result in record.rounds):
+            raise DataError(f"the run in {record.folder} was not measured on held-out rows")
+    for name, values in (
+        ("delta", {record.delta for record in records}),
+        ("unit", {str(unit_of(record.ledger)) for record in records}),
+    ):
+        if len(values) > 1:
+            found = " and ".join(sorted(map(str, values)))
+            raise InvalidValueError(
+                f"{name} is {found} in these runs; an axis of ε needs one {name}"
+            )
+    texts = dict.fromkeys(t for record in records for t in about_projection(record.ledger))
+    charts = _charts(_grouped(records), _measure(records))
+    return [with_warnings(chart, [*texts]) for chart in charts]
+
+
+def _charts(alike: Sequence[_Alike], measure: Measure) -> Iterator[Chart]:
+    first, names = alike[0].records[0], _names(alike)
+    series = []
+    for name, group in zip(names, alike, strict=True):
+        numbers, intervals = over_seeds(group.records, measure)
+        spent = {result.round: result.epsilon for result in group.records[0].rounds}
+        series.append(line_of(name, [spent[number] for number in numbers], intervals))
+    words = {"unit": unit_of(first.ledger), "delta": first.delta}
+    yield measure_chart("runs-epsilon", measure, series, "by-epsilon", None, None, **words)
+
+    if len({group.users for group in alike}) > 1:
+        ends: dict[str, dict[int, Interval]] = {}
+        for name, group in zip(_names(alike, _OF_USERS), alike, strict=True):
+            ends.setdefault(name, {})[group.users] = over_seeds(group.records, measure)[1][-1]
+        lines = [
+            line_of(name, sorted(line), [line[n] for n in sorted(line)], bars=True)
+            for name, line in ends.items()
+        ]
+        yield measure_chart("runs-users", measure, lines, "by-users")
+
+    rounds = [result for group in alike for run in group.records for result in run.rounds]
+    if all(result.simulation_only_seconds is not None for result in rounds):
+        series = []
+        for name, group in zip(names, alike, strict=True):
+            numbers, intervals = over_seeds(group.records, measure)
+            taken = [_seconds(record) for record in group.records]
+            x = [sum(run[number] for run in taken) / len(taken) for number in numbers]
+            series.append(line_of(name, x, intervals))
+        yield measure_chart("runs-seconds", measure, series, "by-seconds")
+
+
+def _seconds(record: RunRecord) -> dict[int, float]:
+    """Return the seconds from the start of a run to the end of each round."""
+    taken = (result.simulation_only_seconds or 0.0 for result in record.rounds)
+    numbers = (result.round for result in record.rounds)
+    return dict(zip(numbers, itertools.accumulate(taken), strict=True))
+
+
+def _measure(records: Sequence[RunRecord]) -> Measure:
+    has_accuracy = all(any(r.accuracy is not None for r in run.rounds) for run in records)
+    return ACCURACY if has_accuracy else LOSS
+
+
+def _grouped(records: Sequence[RunRecord]) -> list[_Alike]:
+    groups: dict[str, tuple[dict[str, object], list[RunRecord]]] = {}
+    for record in records:
+        plan = tomllib.loads(record.plan)
+        settings = dict(_flat({k: v for k, v in plan.items() if k not in _OF_ONE_RUN}))
+        groups.setdefault(repr(sorted(settings.items())), (settings, []))[1].append(record)
+    return [_Alike(settings, runs) for settings, runs in groups.values()]
+
+
+def _flat(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif key != "seed":
+            yield prefix + key, value
+
+
+def _names(alike: Sequence[_Alike], without: Sequence[str] = ()) -> list[str]:
+    """Return a name for each group: its settings that differ, or its folder if these are many."""
+    keys = dict.fromkeys(key for group in alike for key in group.settings)
+    differ = [
+        key
+        for key in keys
+        if key not in (*_DERIVED, *without)
+        and len({repr(group.settings.get(key)) for group in alike}) > 1
+    ]
+    folders = [group.records[0].folder.name for group in alike]
+    if len(differ) > _MOST_SETTINGS:
+        return folders
+    names = [
+        ", ".join(f"{key} = {group.settings[key]}" for key in differ if key in group.settings)
+        or str(group.settings["name"])
+        for group in alike
+    ]
+    return names if without or len(set(names)) == len(names) else folders
