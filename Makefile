@@ -10,7 +10,7 @@ SLOW_WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() * 2)")
 # Most modules are never imported, so none is compiled before it is.
 INSTALL := -m pip install --quiet --no-compile
 
-.PHONY: simulate attack federation docs docs-build test test-fast test-slow test-search test-mutants house lint format bench bench-rivals proto dist dist-check clean
+.PHONY: simulate attack federation docs docs-build test test-fast test-slow test-search test-mutants house lint format bench bench-rivals suite proto dist dist-check clean
 
 simulate: .venv/installed
 	$(BIN)/fedpriv simulate digits
@@ -78,6 +78,10 @@ bench: .venv/installed-test bench-rivals
 # Beside pfl, Flower on Ray and Opacus, which are installed apart from all else; DEVICE=cuda: on a GPU.
 bench-rivals: .venv-rivals/installed
 	.venv-rivals/bin/python -m simulations.benchmarks.compare --device $(DEVICE)
+
+# Tasks of the field with fedpriv and with pfl, on data in the folder FEDPRIV_DATA: hours on a CPU.
+suite: .venv-rivals/installed
+	.venv-rivals/bin/python -m simulations.suite
 
 # The messages between server and nodes; a test compares what this makes with what is committed.
 proto: .venv/installed-test

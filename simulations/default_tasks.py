@@ -5,18 +5,14 @@ see docs/data.md; inputs are scaled by public constants, or by those of held-out
 taken to be public.
 """
 
-import io
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from sklearn.datasets import load_breast_cancer
 from torch import nn
 
@@ -24,6 +20,7 @@ from fedpriv.data.columns import Array
 from fedpriv.data.partition import shards
 from fedpriv.data.population import Population, load_population
 from fedpriv.experiment.config import spelled_out
+from simulations.datasets.cifar import images
 from simulations.datasets.files import read_csv
 from simulations.datasets.mnist import load_mnist_writers
 from simulations.datasets.people import YES_OR_NO, census_facts, find_census
@@ -147,24 +144,17 @@ def _halved(images: Array) -> Floats:
 def photographs(users: int, rows: int) -> Population:
     """CIFAR-10 at half the width, some of its images to each user."""
     with np.load(Path(os.environ["FEDPRIV_DATA"]) / "cifar10/cifar10.npz") as file:
-        train, test = (
-            _photographs(file, part, n) for part, n in (("train", users * rows), ("test", 3_000))
-        )
+        (x, y), (xt, yt) = images(file, "train", users * rows), images(file, "test", 3_000)
     owner = np.arange(users * rows) % users
-    return Population.from_arrays(*train, owner, held_out=test, name="photographs")
+    return Population.from_arrays(
+        _small(x), y, owner, held_out=(_small(xt), yt), name="photographs"
+    )
 
 
-def _photographs(
-    file: Mapping[str, NDArray[np.uint8]], part: str, count: int
-) -> tuple[Floats, NDArray[np.int64]]:
-    """The first images, [count, 3, 16, 16] about 0, and their classes."""
-    packed, ends = file[f"{part}_jpeg"].tobytes(), file[f"{part}_offsets"]
-    images = [
-        np.asarray(Image.open(io.BytesIO(packed[start:end])), np.float32)
-        for start, end in pairwise(ends[: count + 1])
-    ]
-    x = np.stack(images).reshape(-1, 16, 2, 16, 2, 3).mean((2, 4)).transpose(0, 3, 1, 2)
-    return np.ascontiguousarray(x / 64.0 - 2.0), file[f"{part}_labels"][:count].astype(np.int64)
+def _small(pixels: NDArray[np.uint8]) -> Floats:
+    """[n, 32, 32, 3] → [n, 3, 16, 16] about 0."""
+    x = pixels.reshape(-1, 16, 2, 16, 2, 3).mean((2, 4), dtype=np.float32)
+    return np.ascontiguousarray(x.transpose(0, 3, 1, 2) / np.float32(64.0) - np.float32(2.0))
 
 
 def small_cnn() -> nn.Module:

@@ -14,25 +14,25 @@ Data: the file shakespeare/speeches.jsonl.gz, one JSON object a speech, of the c
 """
 
 import argparse
-import gzip
-import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fedpriv
 from fedpriv.evaluation.held_out import evaluate
 from fedpriv.report.tables import Column, Table
-from simulations.datasets.shakespeare import CHARACTERS
+from simulations.datasets.shakespeare import CHARACTERS, said_in
 from simulations.papers.results import mean_of, write_results
 from simulations.transformer import CharacterTransformer
 
@@ -101,18 +101,7 @@ def _rows(roles: Mapping[str, Windows]) -> tuple[Windows, Windows, NDArray[np.st
 
 def plays_of(folder: Path, seed: int = 0) -> Plays:
     """Cut speeches into windows, and share plays out."""
-    texts, play_of = dict[str, list[str]](), dict[str, str]()
-    with gzip.open(folder / "shakespeare" / "speeches.jsonl.gz", "rt", encoding="ascii") as file:
-        for line in file:
-            speech = json.loads(line)
-            texts.setdefault(speech["user"], []).append(speech["text"])
-            play_of[speech["user"]] = speech["play"]
-    drawn = np.random.default_rng(seed).permutation(sorted({*play_of.values()})).tolist()
-    parts = drawn[:PUBLIC], drawn[PUBLIC : PUBLIC + ENROLLED], drawn[PUBLIC + ENROLLED :]
-    printed, *others = (
-        {role: "\n".join(said) for role, said in texts.items() if play_of[role] in part}
-        for part in parts
-    )
+    printed, *others = said_in((PUBLIC, ENROLLED), seed, folder)
     enrolled, held_out = (
         {
             role: windows[:MOST]
@@ -136,11 +125,17 @@ def _windows(text: str) -> Windows:
     return windows
 
 
-def pretrained(public: Windows, steps: int, seed: int = 0) -> nn.Module:
+def pretrained(
+    public: Windows,
+    steps: int,
+    seed: int = 0,
+    build: Callable[[], nn.Module] = CharacterTransformer,
+    rate: float = 2e-3,
+) -> nn.Module:
     """A model that has read the public text, by AdamW, with a rate that falls to zero."""
     torch.manual_seed(seed)
-    model, rows = CharacterTransformer(), torch.from_numpy(public)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
+    model, rows = build(), torch.from_numpy(public)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
         batch = rows[torch.randint(len(rows), (BATCH,))]
@@ -149,6 +144,21 @@ def pretrained(public: Windows, steps: int, seed: int = 0) -> nn.Module:
         torch.autograd.backward(loss)
         optimizer.step()
         schedule.step()
+    return model
+
+
+def reader(data: Path, kept: Path, steps: int) -> nn.Module:
+    """A transformer of 10.7 million numbers that has read the public plays in so many steps.
+
+    These take long, so its parameters are kept in a folder.
+    """
+    build = partial(CharacterTransformer, length=LENGTH, width=384, blocks=6, heads=6)
+    file, model = kept / f"reader-{steps}.safetensors", build()
+    if not file.exists():
+        read = pretrained(plays_of(data).public, steps, build=build, rate=5e-4)
+        kept.mkdir(parents=True, exist_ok=True)
+        save_file(read.state_dict(), file)
+    model.load_state_dict(load_file(file))
     return model
 
 

@@ -16,24 +16,30 @@ from pfl.hyperparam import NNTrainHyperParams
 from pfl.model.pytorch import PyTorchModel
 from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism, NormClippingOnly
 from torch import nn
+from torch.nn import functional
 
 from simulations.benchmarks.contestants import Train, Turn
-from simulations.benchmarks.works import Work, flattened, loss_of
+from simulations.benchmarks.works import Work, flattened
 
 _WITHOUT_EVALUATION = 10**9  # rounds until the next
 
 
-class _Judged(nn.Module):
+class Judged(nn.Module):
     """A model with the two methods that pfl asks for."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, losses: Callable[..., torch.Tensor] = functional.cross_entropy
+    ) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.losses = model, losses
 
     def loss(self, *batch: torch.Tensor) -> torch.Tensor:
-        return loss_of(self.model, batch)
+        """The mean loss of a batch: inputs, and at last targets."""
+        *inputs, targets = batch
+        return self.losses(self.model(*inputs), targets).mean()
 
     def metrics(self, *_batch: torch.Tensor) -> dict[str, Any]:
+        """None."""
         return {}
 
 
@@ -43,7 +49,7 @@ def pfl(work: Work, device: torch.device, use: Callable[[Train], None]) -> None:
         PyTorchTensorDataset(tuple(t.to(device) for t in work.examples_of(user)), str(user))
         for user in range(work.users + work.copies)
     ]
-    module = _Judged(work.build())
+    module = Judged(work.build())
     central = torch.optim.SGD(module.parameters(), lr=1.0)
     model = PyTorchModel(module, torch.optim.SGD, central)
     clipping = CentrallyAppliedPrivacyMechanism(NormClippingOnly(2.0, work.clipping_norm))

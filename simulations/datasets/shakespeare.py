@@ -1,9 +1,13 @@
-"""Shakespeare's speaking roles as users: what each says, cut into windows of characters."""
+"""Shakespeare's speaking roles as users: what each says, cut into windows."""
 
 import gzip
+import json
+import re
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +19,7 @@ from fedpriv.data.population import Population, UserStore, check_count, offsets_
 from fedpriv.errors import DataError
 from simulations.datasets.files import find_file
 
-FILE = "tff_shakespeare.jsonl.gz"
+FILE, SPEECHES = "tff_shakespeare.jsonl.gz", "speeches.jsonl.gz"
 CHARACTERS = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
 """The 96 characters by code: line feed and printable ASCII, whichever occur in users' texts."""
 
@@ -23,6 +27,8 @@ _SOURCE = (
     "it has one JSON object per role, with user, train and test (lists of texts), as in "
     "https://www.tensorflow.org/federated/api_docs/python/tff/simulation/datasets/shakespeare"
 )
+_SPEECHES_SOURCE = "it has one JSON object per speech, with user, play and text"
+_UNKNOWN, _MARKS = 1, 4  # the word of all unknown words, and the first of a known one
 _NO_CODE = 255
 _CODES = np.full(256, _NO_CODE, np.uint8)
 _CODES[list(CHARACTERS.encode("ascii"))] = range(len(CHARACTERS))
@@ -66,6 +72,65 @@ def load_shakespeare_roles(
     return Population(f"shakespeare-roles: {users.population} roles", users, _fields(test))
 
 
+def load_speakers(
+    words: int,
+    length: int = 20,
+    windows_per_role: int = 64,
+    held_out_plays: int = 7,
+    seed: int = 0,
+    folder: str | Path | None = None,
+) -> Population:
+    """Load what the roles of Shakespeare's plays say, to predict the next word.
+
+    Users are the roles of all plays but seven, which are held out, and whose commonest words and
+    marks are the vocabulary, of `words` numbers with four that are kept for marks; every other word
+    is number 1. Windows are as those of `load_shakespeare_roles`, of words; of those held out a
+    thousand are tested, spread over their plays. The folder (None: FEDPRIV_DATA), or one
+    `shakespeare` in it, holds speeches.jsonl.gz.
+    """
+    public, roles = said_in((held_out_plays,), seed, folder)
+    split = re.compile(r"[a-z']+|[.,;:!?]").findall
+    common = Counter(word for text in public.values() for word in split(text.lower()))
+    codes = {w: n for n, (w, _) in enumerate(common.most_common(words - _MARKS), _MARKS)}
+
+    def windows(text: str) -> NDArray[np.int64]:
+        said = [codes.get(word, _UNKNOWN) for word in split(text.lower())]
+        return _adjoining(np.array(said), length)
+
+    cut = {role: windows(text)[:windows_per_role] for role, text in roles.items()}
+    test = np.concatenate([*map(windows, public.values())])
+    enrolled = {role: rows for role, rows in cut.items() if len(rows)}
+    users = UserStore(
+        _fields(np.concatenate([*enrolled.values()])),
+        offsets_of([*map(len, enrolled.values())]),
+        [*enrolled],
+    )
+    name = f"speakers: {users.population} roles, plays of seed {seed}"
+    return Population(name, users, _fields(test[:: max(1, len(test) // 1_000)]))
+
+
+def said_in(
+    plays: Sequence[int], seed: int = 0, folder: str | Path | None = None
+) -> list[dict[str, str]]:
+    """What each role says, in so many of the plays, then in so many others, and in the rest.
+
+    Which play is which is drawn.
+    """
+    path = find_file(folder, "Shakespeare", (SPEECHES,), "shakespeare", _SPEECHES_SOURCE)
+    texts, play_of = dict[str, list[str]](), dict[str, str]()
+    with gzip.open(path, "rt", encoding="ascii") as file:
+        for line in file:
+            speech = json.loads(line)
+            texts.setdefault(speech["user"], []).append(speech["text"])
+            play_of[speech["user"]] = speech["play"]
+    drawn = np.random.default_rng(seed).permutation(sorted({*play_of.values()})).tolist()
+    ends = [*np.cumsum([0, *plays]).tolist(), None]
+    return [
+        {role: "\n".join(said) for role, said in texts.items() if play_of[role] in drawn[a:b]}
+        for a, b in pairwise(ends)
+    ]
+
+
 def _fields(windows: NDArray[np.int64]) -> dict[str, Array]:
     """Inputs and targets, [rows, length] each, of windows [rows, length + 1]."""
     return {"x": windows[:, :-1].copy(), "y": windows[:, 1:].copy()}
@@ -76,11 +141,18 @@ def _windows(texts: Sequence[str], length: int, path: Path) -> NDArray[np.int64]
     codes = _CODES[np.frombuffer("\n".join(texts).encode(), np.uint8)]
     if codes.size and codes.max() == _NO_CODE:
         raise DataError(f"{path} holds a character that is neither a line feed nor printable ASCII")
+    return _adjoining(codes, length)
+
+
+def _adjoining(codes: NDArray[np.integer], length: int) -> NDArray[np.int64]:
+    """Windows with what follows each: [windows, length + 1]."""
     if len(codes) <= length:  # which may be longer than any memory
         return np.empty((0, length + 1), np.int64)
     starts = np.arange((len(codes) - 1) // length) * length
-    windows: NDArray[np.uint8] = codes[starts[:, np.newaxis] + np.arange(length + 1)]
-    return windows.astype(np.int64)
+    windows: NDArray[np.int64] = codes.astype(np.int64)[
+        starts[:, np.newaxis] + np.arange(length + 1)
+    ]
+    return windows
 
 
 def _read(path: Path) -> list[_Role]:

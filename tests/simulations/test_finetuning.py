@@ -1,6 +1,5 @@
 """The study of fine-tuning, scaled down, and the benchmark of adapters, on a small model."""
 
-import gzip
 import json
 import subprocess
 import sys
@@ -11,23 +10,14 @@ import pytest
 
 from simulations import finetuning
 from simulations.datasets.shakespeare import CHARACTERS
+from tests.simulations.plays import plays_in
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """37 plays of three roles each, who say the same words in capitals."""
-    said = "Now is the winter of our discontent, made glorious summer! " * 8
-    speeches = [
-        {"user": f"{play}_{role}", "play": f"play {play}", "text": said}
-        for play in range(37)
-        for role in "ABC"
-    ]
-    speeches.append({"user": "0_D", "play": "play 0", "text": "Adieu."})
-    (tmp_path / "shakespeare").mkdir()
-    with gzip.open(tmp_path / "shakespeare" / "speeches.jsonl.gz", "wt") as file:
-        file.write("\n".join(map(json.dumps, speeches)))
+    plays_in(tmp_path)
     return tmp_path
 
 
@@ -67,15 +57,14 @@ def test_the_study_writes_a_row_for_each_arm(
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_adapters_runs_from_end_to_end(tmp_path: Path) -> None:
+def test_the_benchmark_of_large_models_runs_from_end_to_end(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    small = ["--width", "8", "--blocks", "1", "--rounds", "2", "--json", str(file)]
-    subprocess.run(
-        [sys.executable, "-m", "simulations.benchmarks.adapters", *small], cwd=ROOT, check=True
-    )
-    kept = json.loads(file.read_text())
-    assert kept["fedpriv over plain"].keys() == {"throughput", "memory"}
+    command = [sys.executable, "-m", "simulations.benchmarks.large_models", str(file)]
+    subprocess.run([*command, "--model", "tiny"], cwd=ROOT, check=True)
+    kept = json.loads(file.read_text())["models"]["tiny"]
+    assert kept["trained"] < kept["parameters"]
     for figures in kept["processor seconds of each round"].values():
         assert len(figures) == 2
         assert min(figures) > 0.0
     assert min(kept["peak MiB"].values()) > 50.0
+    assert kept["MiB of a checkpoint"] > kept["MiB of the trained tensors"]

@@ -1,0 +1,149 @@
+"""What the suite found: all arms as JSON, a figure, and the table of docs/baselines.md.
+
+    python -m simulations.suite.report
+
+makes that table again from the committed numbers.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import altair as alt
+
+from fedpriv.report.charts import COLOURS
+from simulations.suite.arms import PRIVACY
+from simulations.suite.tasks import ROOT, TASKS
+
+Found = Mapping[str, Any]  # the result of an arm
+RESULTS, PAGE = ROOT / "simulations/results/suite", ROOT / "docs/baselines.md"
+TOOLS = ("fedpriv", "pfl")
+_TITLES = {"2": "2", "8": "8", "2-as-if": "2 as if 10⁶", "none": "none"}  # in the figure's order
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The arms of a task that differ in their seed alone."""
+
+    task: str
+    privacy: str
+    tool: str
+    arms: Sequence[Found]
+
+    @property
+    def scores(self) -> list[float]:
+        """By seed, in percent or points."""
+        scale = 100.0 if TASKS[self.task]().points is None else 1.0
+        return [scale * arm["score"] for arm in self.arms]
+
+    @property
+    def text(self) -> str:
+        """Mean and, of several, standard deviation of scores."""
+        unit = "%" if TASKS[self.task]().points is None else ""
+        end = f" ± {stdev(self.scores):.1f}" if len(self.arms) > 1 else ""
+        return f"{fmean(self.scores):.1f}{end}{unit}"
+
+
+def cells(arms: Iterable[Found]) -> list[Cell]:
+    """Arms by task, privacy and tool, in the order of the suite."""
+    by: dict[tuple[str, str, str], list[Found]] = {
+        (task, privacy, tool): [] for task in TASKS for privacy in PRIVACY for tool in TOOLS
+    }
+    for arm in sorted(arms, key=lambda arm: int(arm["seed"])):
+        by[arm["task"], arm["privacy"], arm["tool"]].append(arm)
+    return [Cell(*key, found) for key, found in by.items() if found]
+
+
+def read(folder: Path) -> list[Found]:
+    """The arms of a file that `write` left."""
+    found: list[Found] = json.loads((folder / "results.json").read_text(encoding="utf-8"))["arms"]
+    return found
+
+
+def write(folder: Path) -> None:
+    """Write results.json and accuracy.png of all arms in a folder."""
+    files = sorted((folder / "arms").glob("*.json"))
+    if arms := [json.loads(file.read_text(encoding="utf-8")) for file in files]:
+        lines = ",\n".join(json.dumps({"command": _command(arm), **arm}) for arm in arms)
+        text = f'{{"arms": [\n{lines}\n]}}\n'
+        (folder / "results.json").write_text(text, encoding="utf-8")
+        figure(cells(arms)).save(folder / "accuracy.png", scale_factor=2)
+
+
+def _command(arm: Found) -> str:
+    """What makes this arm again, if its environment is that of the rivals."""
+    settings, task = arm["settings"], TASKS[arm["task"]]()
+    fewer = [
+        f"--{name} {settings[name]}"
+        for name in ("rounds", "pretraining")
+        if settings[name] < getattr(task, name)
+    ]
+    chosen = f"--privacy {arm['privacy']} --tools {arm['tool']} --seeds {arm['seed'] + 1}"
+    return " ".join(["python -m simulations.suite", arm["task"], chosen, *fewer])
+
+
+def _rounds(arm: Found) -> str:
+    ran, declared = arm["settings"]["rounds"], arm["declared_rounds"]
+    return f"{ran:,}" if ran == declared else f"{ran:,} of {declared:,}"
+
+
+def figure(found: Sequence[Cell]) -> alt.VConcatChart:
+    """Scores against ε of both tools, a panel for each task: mean, least and largest of seeds."""
+    panels = []
+    for name in dict.fromkeys(cell.task for cell in found):
+        task, of_task = TASKS[name](), [cell for cell in found if cell.task == name]
+        rows = [
+            {"epsilon": _TITLES[cell.privacy], "tool": cell.tool, "mean": fmean(cell.scores)}
+            | {"low": min(cell.scores), "high": max(cell.scores)}
+            for cell in of_task
+        ]
+        order = alt.Scale(domain=[*_TITLES.values()])
+        colours = alt.Scale(domain=TOOLS, range=COLOURS[: len(TOOLS)])
+        base = alt.Chart(alt.InlineData(values=rows)).encode(
+            x=alt.X("epsilon:N", title="ε", scale=order, axis=alt.Axis(labelAngle=0)),
+            xOffset=alt.XOffset("tool:N", sort=TOOLS),
+            color=alt.Color("tool:N", title=None, scale=colours),
+        )
+        what = "accuracy (%)" if task.points is None else "error (points)"
+        y = alt.Y("mean:Q", title=what, scale=alt.Scale(zero=False, padding=8))
+        marks = (
+            base.mark_rule(strokeWidth=2).encode(y="low:Q", y2="high:Q"),
+            base.mark_point(filled=True, size=60, opacity=1).encode(
+                y=y, shape=alt.Shape("tool:N", title=None, scale=alt.Scale(domain=TOOLS))
+            ),
+        )
+        rounds = f"{_rounds(of_task[0].arms[0])} rounds"
+        title = alt.TitleParams(task.title, subtitle=rounds)
+        panels.append(alt.layer(*marks, title=title).properties(width=230, height=170))
+    lines = [alt.hconcat(*panels[first : first + 3]) for first in range(0, len(panels), 3)]
+    return alt.vconcat(*lines, background="white", padding=12)
+
+
+def page(text: str, found: Sequence[Cell]) -> str:
+    """The page with the rows of its table made anew."""
+    rows = []
+    for task, tool in dict.fromkeys((cell.task, cell.tool) for cell in found):
+        by = {c.privacy: c for c in found if (c.task, c.tool) == (task, tool)}
+        last = by[[*by][-1]].arms[0]
+        scores = (by[name].text if name in by else "" for name in PRIVACY)
+        guess = Cell(task, "none", tool, [{"score": last["guess"]}]).text
+        cpu = fmean(arm["cpu_seconds"] for cell in by.values() for arm in cell.arms)
+        about = TASKS[task]().title, f"{last['users']:,}", f"{last['parameters']:,}"
+        first = [*about, _rounds(last), guess] if tool == TOOLS[0] else [""] * 5
+        rows.append(f"| {' | '.join([*first, tool, *scores, f'{cpu:.1f}'])} |\n")
+    head, tail = re.split(r"(?<=\| --- \|\n)(?:\|.*\n)*", text, maxsplit=1)
+    return head + "".join(rows) + tail
+
+
+def main() -> None:
+    """Make the table of the committed numbers."""
+    found = cells(read(RESULTS))
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
