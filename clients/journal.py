@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from sqlite3 import Row
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from fedpriv import wire
 from fedpriv.errors import InvalidValueError, LedgerError
 from fedpriv.ledger import Head
-from fedpriv.ledger.database import Database, FileFormat
+from fedpriv.ledger.database import Database, FileFormat, InFile
 from fedpriv.ledger.events import RoundEvent, Schedule
 from fedpriv.ledger.ledger import event_from, event_text
 
@@ -93,7 +92,7 @@ class Remembered:
     taken_part: tuple[TakenPart, ...]
 
 
-class Journal:
+class Journal(InFile):
     """A SQLite file of a node, created with mode 0600 if it is absent.
 
     It reveals when users of the node were drawn and, during a series of rounds, which users. Keep
@@ -110,7 +109,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         with _refusing():
-            self._database = Database(path, _FORMAT, {})
+            super().__init__(Database(path, _FORMAT, {}))
         self._events: dict[bytes, RoundEvent] = {}  # by digest: parsing one takes long
 
     def record(
@@ -128,14 +127,14 @@ class Journal:
         """
         text, attempt = event_text(offer.price.event), offer.id
         event = hashlib.sha256(text.encode()).digest()
-        with _refusing(), self._database.transaction():
+        with _refusing(), self.database.transaction():
             if self.answered(population_name, attempt):
                 return "this attempt was answered before"
             if (why := objection()) is None:
-                self._database.write(_RECORD_EVENT, {"event": event, "text": text})
+                self.database.write(_RECORD_EVENT, {"event": event, "text": text})
                 key = population_name, attempt.run, attempt.round, attempt.attempt
                 row = *key, event, offer.price.part, offer.users.size, 0, _text(now)
-                self._database.write("INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+                self.database.write("INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
         return why
 
     def populations(self) -> frozenset[str]:
@@ -147,8 +146,8 @@ class Journal:
     def remember_population(self, name: str) -> None:
         """Record that the node takes part in this population."""
         if name not in self.populations():
-            with _refusing(), self._database.transaction():
-                self._database.write("INSERT OR IGNORE INTO populations VALUES (?)", (name,))
+            with _refusing(), self.database.transaction():
+                self.database.write("INSERT OR IGNORE INTO populations VALUES (?)", (name,))
 
     def answered(self, population_name: str, attempt: wire.RoundId) -> bool:
         """Return whether an offer of this attempt was recorded, under any nonce."""
@@ -158,10 +157,10 @@ class Journal:
 
     def settle(self, population_name: str, charged: Iterable[TakenPart]) -> None:
         """Record that a verified ledger has charges for these answers."""
-        with _refusing(), self._database.transaction():
+        with _refusing(), self.database.transaction():
             for part in charged:
                 key = population_name, part.run, part.round, part.attempt
-                self._database.write(_SETTLE, key)
+                self.database.write(_SETTLE, key)
 
     def outstanding(self, population_name: str) -> int:
         """Return how many answers no verified ledger has charged."""
@@ -184,12 +183,12 @@ class Journal:
         """
         of_run, key = (population_name, series.run), (series.round, series.attempt)
         where = "WHERE population_name = ? AND run = ? AND (round, attempt)"
-        with _refusing(), self._database.transaction():
+        with _refusing(), self.database.transaction():
             if part:
-                self._database.write(f"DELETE FROM asked {where} <> (?, ?)", (*of_run, *key))
+                self.database.write(f"DELETE FROM asked {where} <> (?, ?)", (*of_run, *key))
             asked: dict[int, list[NDArray[np.int64]]] = {}  # by part
             query = f"SELECT part, users FROM asked {where} = (?, ?) AND part <> ?"
-            for other, blob in self._database.read(query, (*of_run, *key, part)):
+            for other, blob in self.database.read(query, (*of_run, *key, part)):
                 asked.setdefault(other, []).append(np.frombuffer(blob, "<i8"))
             participations, schedule = np.ones(users.size, np.int64), series.schedule
             for other, vectors in asked.items():
@@ -200,7 +199,7 @@ class Journal:
             if participations.max(initial=0) > schedule.participations:
                 return False
             row = (*of_run, *key, part, users.astype("<i8").tobytes())
-            self._database.write("INSERT OR IGNORE INTO asked VALUES (?, ?, ?, ?, ?, ?)", row)
+            self.database.write("INSERT OR IGNORE INTO asked VALUES (?, ?, ?, ?, ?, ?)", row)
             return True
 
     def record_equivocation(
@@ -217,9 +216,9 @@ class Journal:
         first, second = wire.ROUND_ID.encode(attempt), wire.HEAD.encode(shown)
         messages = first, second, wire.COUNTERSIGNATURE.encode(other)
         row = population_name, attempt.run, *(m.SerializeToString() for m in messages)
-        with _refusing(), self._database.transaction():
+        with _refusing(), self.database.transaction():
             insert = "INSERT OR IGNORE INTO equivocations VALUES (?, ?, ?, ?, ?)"
-            self._database.write(insert, row)
+            self.database.write(insert, row)
 
     def equivocated(self, population_name: str, run: str) -> bool:
         """Return whether an equivocation of this run was recorded."""
@@ -252,25 +251,19 @@ class Journal:
         InvalidValueError: the population has another ledger.
         """
         names = {"ledger_id": ledger_id, "population_name": population_name}
-        with _refusing(), self._database.transaction():
+        with _refusing(), self.database.transaction():
             former = self.remembered(population_name).ledger_id
             if former not in (None, ledger_id):
                 other = f"population {population_name!r} has the ledger {former}"
                 raise InvalidValueError(f"{other}, not {ledger_id}")
             if former is None:
                 delete = "DELETE FROM ledgers WHERE population_name = ?"
-                self._database.write(delete, (population_name,))
-            self._database.write(_REMEMBER, names | vars(head))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._database.close()
+                self.database.write(delete, (population_name,))
+            self.database.write(_REMEMBER, names | vars(head))
 
     def _read(self, sql: str, *parameters: object) -> Sequence[Row]:
         with _refusing():
-            return self._database.read(sql, parameters)
+            return self.database.read(sql, parameters)
 
 
 @contextmanager

@@ -37,8 +37,7 @@ from fedpriv.errors import (
 from fedpriv.ledger import Head, events
 from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, SeriesBook, paid_events
 from fedpriv.wire import Proposal, RoundId, RoundOffer, Terms, Welcome
-from fedpriv.wire.naming import issued_by, node_named
-from fedpriv.wire.roster import binding_of, by_server, certificate_of
+from fedpriv.wire.naming import binding_of, by_server, certificate_of, issued_by, node_named
 
 # Errors for a ledger that cannot be believed.
 DISBELIEF = (UntrustedLedgerError, LedgerError, WireError)

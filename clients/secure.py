@@ -22,8 +22,14 @@ from fedpriv.privacy.sampling import drawn_users
 from fedpriv.secure_sums.parameters import Grid, SignedVector, share_stddevs
 from fedpriv.secure_sums.protocol import KeyPair, Participant, Verify
 from fedpriv.wire import Countersignature, Proposal, RoundOffer, Stage, Step, Welcome
-from fedpriv.wire.naming import fingerprint_of, has_signed, signed
-from fedpriv.wire.roster import binding_of, countersigned, roster_of
+from fedpriv.wire.naming import (
+    binding_of,
+    countersigned,
+    fingerprint_of,
+    has_signed,
+    roster_of,
+    signed,
+)
 
 _log = logging.getLogger(__name__)
 _LEAST_MARGIN = 0.05  # share of the time until the upload's deadline that is kept for the upload

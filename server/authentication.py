@@ -2,6 +2,10 @@
 
 An interceptor identifies the calling node before any part of a call is read or handled. It also
 bounds how often a node may call, and how many calls it may have open.
+
+gRPC bounds neither what it stores for a peer that does not read nor the work that small frames
+cause. So we bound what a node may send besides the messages that handlers read. A node that sends
+more is slowed, which ends nothing, so that an honest node loses only time.
 """
 
 import asyncio
@@ -27,18 +31,25 @@ from fedpriv.report.records import Trouble
 from fedpriv.server.certificates import load_ca
 from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
 from fedpriv.server.monitoring import SERVER, STRANGER, Sites
-from fedpriv.server.traffic import Peer
 from fedpriv.wire import naming
 from fedpriv.wire.naming import Address
 
 _log = logging.getLogger(__name__)
 NODE: ContextVar[str] = ContextVar("NODE")  # the node whose call is being handled
-_PEER: ContextVar[Peer] = ContextVar("PEER")  # the other end of its connection
+_PEER: ContextVar["Peer"] = ContextVar("PEER")  # the other end of its connection
 _TOO_LONG = "it took too long, the node began another, or the round is over"
 _UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 _FAILED = "the server failed; its log says why"
 _OPEN_CALLS = 16  # per node; it needs two or three, and connections lost silently leave some open
 _REQUEST_SECONDS = 20.0  # for a request of one small message
+# What a node may send that no handler has read: the content of messages, in bytes, and the rest, in
+# bytes plus the cost of waking and of each frame. A node may exceed this by one piece per
+# connection; the excess drains with time, with bytes read or sent, and with calls.
+_MOST_CONTENT, _MOST_REST = 2.0 * 2**20, 32.0 * 2**10
+_CONTENT_PER_SECOND, _REST_PER_SECOND = 16.0 * 2**10, 2.0 * 2**10
+# On Ethernet, an upload costs 0.02 per byte, and the windows of a download 0.001.
+_REST_PER_READ, _REST_PER_SENT, _REST_PER_CALL = 0.05, 0.02, 1024
+_MESSAGE_BYTES = 5  # in front of each message
 
 Context: TypeAlias = grpc.aio.ServicerContext
 # The function that gRPC calls, with the messages of a request as bytes, and the call's context.
@@ -47,6 +58,53 @@ Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 # Returns the node of a certificate (PEM; empty in plain text) or of a call's metadata, or raises
 # UnknownPeerError.
 Identify = Callable[[bytes, Metadata], str]
+
+
+class Allowance:
+    """Bounds what the connections of one node may send besides messages that handlers read."""
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock, self._since = clock, clock()
+        self._content = self._rest = 0.0  # that drain
+
+    def received(self, content: int, rest: int) -> None:
+        """Count a piece: bytes of content, and the cost of the rest."""
+        self.pause()  # time that passed before it does not drain it
+        self._content += content
+        self._rest += rest
+
+    def read(self, size: int) -> None:
+        """Record that a handler has read a message of `size` bytes."""
+        self._drain(size + _MESSAGE_BYTES, _REST_PER_READ * size)
+
+    def sent(self, size: int) -> None:
+        """Record that the peer has accepted `size` bytes, for which it may grant new windows."""
+        self._drain(0.0, _REST_PER_SENT * size)
+
+    def called(self) -> None:
+        """Record that a call was admitted."""
+        self._drain(0.0, _REST_PER_CALL)
+
+    def pause(self) -> float:
+        """Return the seconds until the node may send more, if nothing else is drained."""
+        now = self._clock()
+        seconds, self._since = now - self._since, now
+        self._drain(_CONTENT_PER_SECOND * seconds, _REST_PER_SECOND * seconds)
+        content = (self._content - _MOST_CONTENT) / _CONTENT_PER_SECOND
+        return max(0.0, content, (self._rest - _MOST_REST) / _REST_PER_SECOND)
+
+    def _drain(self, content: float, rest: float) -> None:
+        self._content = max(0.0, self._content - content)
+        self._rest = max(0.0, self._rest - rest)
+
+
+@dataclass(frozen=True, eq=False)
+class Peer:
+    """The other end of a connection."""
+
+    node: str = STRANGER  # the node of the certificate
+    certificate: bytes = b""  # PEM, as TLS has checked it; empty in plain text
+    allowance: Allowance = field(default_factory=Allowance)
 
 
 class RefusedCallError(Exception):

@@ -39,9 +39,17 @@ from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import Run, RunSetup
 from fedpriv.run.terminal import execute, released_text
 from fedpriv.server.authentication import Authentication, Endpoint, RateLimit, endpoint_of
-from fedpriv.server.collection import Ballot, Collection, End, SignHead, prices, welcomes
+from fedpriv.server.collection import (
+    UPLOADED,
+    Ballot,
+    Collection,
+    End,
+    SecureCollection,
+    SignHead,
+    prices,
+    welcomes,
+)
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.exchange import UPLOADED, SecureCollection
 from fedpriv.server.monitoring import Metrics
 from fedpriv.server.service import (
     Listener,
@@ -54,15 +62,14 @@ from fedpriv.server.service import (
 from fedpriv.training.request import RoundRequest, Transport
 from fedpriv.training.rounds import OnRound, RoundResult, Stop, checkpoints, load_checkpoint
 from fedpriv.wire import Price, Proposal, RunState, enrolment_digest
-from fedpriv.wire.naming import Address
-from fedpriv.wire.roster import binding_of, roster_of, signed_head
+from fedpriv.wire.naming import Address, binding_of, roster_of, signed_head
 
 _log = logging.getLogger(__name__)
 _FAREWELL_SECONDS = 10.0  # the longest wait for nodes that read the ledger after the run
 _IDLE_SECONDS = 1.0  # the wait ends after so long without a call
 _FIRST_PAUSE_SECONDS = 5.0  # for votes; doubled each time
 _LONGEST_PAUSE_SECONDS = 60.0
-_LATE_VOTES_SECONDS = 5.0  # the wait for other nodes' votes, once enough agree to a secure sum
+_LATE_SECONDS = 5.0  # the wait for other nodes' votes, once enough agree to a secure sum
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,12 +111,12 @@ class GrpcTransport(Transport):
             ballot = self._ballot(request)
             self.listener.call(partial(service.propose, ballot))
             pause = min(2.0 * pause, _LONGEST_PAUSE_SECONDS, left)
-            if self._wait_for_least(lambda: service.willing, pause):
+            if self._wait_for_least(lambda: service.votes(agrees=True), pause):
                 if ballot.terms.price.event.secure_sum is not None:  # later votes come too late
-                    self._wait_for_least(lambda: least - service.undecided, _LATE_VOTES_SECONDS)
+                    self._wait_for_least(lambda: least - service.votes(agrees=None), _LATE_SECONDS)
                 return
             left -= pause
-            agreed = self.listener.call(lambda: service.willing)
+            agreed = self.listener.call(lambda: service.votes(agrees=True))
             result = f"{agreed} of the {least} required nodes agree to round {request.round}"
             if left <= 0.0:
                 raise DeclinedError(f"{result}; it was not begun, and nothing is charged for it")

@@ -16,9 +16,8 @@ from typing import cast
 from urllib.parse import quote
 
 from fedpriv.errors import InvalidValueError, reason_of
-from fedpriv.server.authentication import Authentication, UnknownPeerError
+from fedpriv.server.authentication import Allowance, Authentication, Peer, UnknownPeerError
 from fedpriv.server.monitoring import STRANGER
-from fedpriv.server.traffic import WAKING_COST, Allowance, Frames, Peer
 from fedpriv.wire.naming import Address
 
 _log = logging.getLogger(__name__)
@@ -31,6 +30,8 @@ _UNREAD_SECONDS = 60.0  # a peer that reads nothing for so long is disconnected
 _UNIDENTIFIED = 1024  # connections; beyond it the oldest is closed
 _OF_A_NODE = 8  # connections of one node; beyond it the oldest is closed
 _BACKLOG = 1024
+_PREFACE_BYTES, _HEADER_BYTES, _DATA = 24, 9, 0  # RFC 9113, sections 3.4, 4.1 and 6.1
+_WAKING_COST, _FRAME_COST = 16, 128  # in bytes of an `Allowance`
 # gRPC tells the caller the number, and does not try again at once.
 _REFUSAL = b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
@@ -75,6 +76,34 @@ class _Stream:
             await ready.wait()
         finally:
             remove(number)
+
+
+class Frames:
+    """Separates the content of messages, in DATA frames, from everything else that HTTP/2 sends."""
+
+    def __init__(self) -> None:
+        self._left, self._is_content, self._header = _PREFACE_BYTES, False, b""
+
+    def weigh(self, piece: bytes | bytearray) -> tuple[int, int]:
+        """Return the bytes of content in the next bytes of a connection, and the rest's cost."""
+        at, content, cost = 0, 0, 0
+        while at < len(piece):
+            if self._left:
+                size = min(self._left, len(piece) - at)
+                self._left -= size
+                if self._is_content:
+                    content += size
+                else:
+                    cost += size
+            else:
+                size = min(_HEADER_BYTES - len(self._header), len(piece) - at)
+                self._header += piece[at : at + size]
+                if len(self._header) == _HEADER_BYTES:
+                    self._left = int.from_bytes(self._header[:3], "big")
+                    self._is_content = self._header[3] == _DATA
+                    self._header, cost = b"", cost + _HEADER_BYTES + _FRAME_COST
+            at += size
+        return content, cost
 
 
 class Front:
@@ -222,7 +251,7 @@ class Front:
                 await asyncio.sleep(min(pause, _LONGEST_PAUSE_SECONDS))
             elif (piece := outer.received()) is None:
                 await outer.readable()
-                allowance.received(0, WAKING_COST)
+                allowance.received(0, _WAKING_COST)
             elif piece:
                 allowance.received(*frames.weigh(piece))
                 await loop.sock_sendall(inner, piece)

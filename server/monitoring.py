@@ -13,6 +13,7 @@ from fedpriv.errors import DataError, InvalidValueError, reason_of
 from fedpriv.report.records import Happening, SiteRecord, SiteTable, Trouble
 from fedpriv.run.folder import RunFolder
 from fedpriv.server.enrolment import Enrolment
+from fedpriv.support.importing import check_installed
 from fedpriv.support.logs import expiry, one_line, trouble
 from fedpriv.wire import RunState, Status
 
@@ -194,12 +195,9 @@ class Metrics:
         numbers that depend on cohorts. InvalidValueError: prometheus-client is not installed, or
         the port cannot be used.
         """
-        try:
-            from prometheus_client import CollectorRegistry, start_http_server  # noqa: PLC0415
-        except ImportError as error:
-            raise InvalidValueError(
-                "metrics need prometheus-client, which `pip install 'fedpriv[prometheus]'` installs"
-            ) from error
+        check_installed("prometheus", "prometheus_client")
+        from prometheus_client import CollectorRegistry, start_http_server  # noqa: PLC0415
+
         registry = CollectorRegistry()
         registry.register(self)
         try:

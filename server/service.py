@@ -27,15 +27,21 @@ from fedpriv.privacy.round import PartialSum
 from fedpriv.report.records import Trouble
 from fedpriv.secure_sums.protocol import PUBLIC_BYTES
 from fedpriv.server.authentication import NODE, Authentication, Context, RefusedCallError
-from fedpriv.server.collection import Ballot, Collection, Connection, Connections, End, completed
+from fedpriv.server.collection import (
+    Ballot,
+    Collection,
+    Connection,
+    Connections,
+    End,
+    Exchange,
+    completed,
+)
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.exchange import Exchange
 from fedpriv.server.front import Front, listening_sockets
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.wire import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, Receiver, parse
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.naming import SERVICE, Address
-from fedpriv.wire.roster import binding_of, certificate_of
+from fedpriv.wire.naming import SERVICE, Address, binding_of, certificate_of
 
 _log = logging.getLogger(__name__)
 _LONGEST_REASON = 400  # characters
@@ -237,17 +243,10 @@ class Service:
                 connection.tell(self.ballot)
                 self.authentication.rates.grant(node, _CALLS_TO_VOTE)
 
-    @property
-    def undecided(self) -> int:
-        """Number of connected nodes that have not voted on the proposal."""
-        ballot = self.ballot
-        return sum(ballot.agrees(node) is None for node in self.connections.nodes) if ballot else 0
-
-    @property
-    def willing(self) -> int:
-        """Number of connected nodes that agree to the proposal."""
-        ballot = self.ballot
-        return sum(ballot.agrees(node) is True for node in self.connections.nodes) if ballot else 0
+    def votes(self, *, agrees: bool | None) -> int:
+        """Return how many connected nodes agree to the proposal or not; None: have not voted."""
+        ballot, nodes = self.ballot, self.connections.nodes
+        return sum(ballot.agrees(node) is agrees for node in nodes) if ballot else 0
 
     def open_round(self, collection: Collection, exchange: Exchange | None = None) -> None:
         """Begin to collect a round, and offer it to the connected nodes with drawn users."""

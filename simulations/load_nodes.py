@@ -31,8 +31,7 @@ from fedpriv.wire import (
     sum_to_send,
 )
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.naming import SERVICE
-from fedpriv.wire.roster import binding_of, countersigned
+from fedpriv.wire.naming import SERVICE, binding_of, countersigned
 from simulations.load_server import BARE, messages
 from simulations.load_site import Site, name_of, user_of
 

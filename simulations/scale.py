@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 
 from fedpriv.accounting.accountants import ACCOUNTANTS
+from fedpriv.data.builtin import synthetic_population
 from fedpriv.data.population import UserStore
-from fedpriv.data.synthetic import synthetic_population
 from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of
 from fedpriv.experiment.models import mlp

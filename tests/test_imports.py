@@ -19,7 +19,7 @@ BELOW = {  # what each package may import of the library, besides errors, suppor
     "measures": "privacy",
     "engine": "data measures privacy training",
     "analytics": "data ledger privacy",
-    "audit": "accounting ledger privacy training",
+    "audit": "accounting ledger privacy",
     "wire": "data ledger privacy secure_sums training",
     "evaluation": "analytics data engine ledger measures privacy training",
     "experiment": "accounting audit data engine evaluation ledger measures privacy training",
@@ -47,7 +47,7 @@ FOREIGN = {
     "fedpriv.accounting": {"numpy", "scipy"},
     "fedpriv.privacy": {"numpy", "cryptography", "mpmath", "torch", "triton"},
     "fedpriv.training": {"numpy", "safetensors", "scipy", "torch"},
-    "fedpriv.audit": {"numpy", "scipy", "torch"},
+    "fedpriv.audit": {"numpy", "scipy"},
     "fedpriv.analytics": {"numpy", "scipy"},
     "fedpriv.wire": {"numpy", "cryptography", "google"},
 }

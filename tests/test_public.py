@@ -158,7 +158,7 @@ def named(name: object) -> fedpriv.Population:
         ),
         (lambda: fedpriv.Mechanism.poisson(clipping=0.5), "type ClippingPolicy"),
         (lambda: fedpriv.Mechanism.poisson().calibrate(epsilon=1, delta=0.1, rounds=1.5), "is 1.5"),
-        (lambda: fedpriv.Mechanism.poisson(q="a"), "is 'a'; it must be in"),
+        (lambda: fedpriv.Mechanism.poisson(q="a"), "is 'a'; it must be a number"),
         (lambda: fedpriv.PoissonExamples(0.5, 0), "examples_per_user is 0"),
         (lambda: fedpriv.PoissonExamples(0.5, 10**9), "examples_per_user is 1000000000"),
         (lambda: fedpriv.FixedSize(0), "cohort_size is 0"),

@@ -435,7 +435,7 @@ def random_case(number: int, *, killed: bool = False) -> Case:
             "simulation_only": whole and dice.random() < 0.3,
             "checkpoint_every": dice.choice([1, 1, 2]),
         },
-        "callbacks": {"on_round": [f"{NAME}:told"]},
+        "trackers": [f"{NAME}:told"],
     }
     if q is not None:
         table["privacy"]["sampling_probability"] = q

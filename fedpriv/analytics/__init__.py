@@ -4,14 +4,15 @@ A survey is one round: one cohort, one Gaussian sum query with a vector group fo
 one charge in the ledger before anything is released. This package does not import torch.
 """
 
-from fedpriv.analytics.components import PrincipalComponents, SecondMoments
 from fedpriv.analytics.questions import (
     Answer,
     Distribution,
     Histogram,
     Mean,
+    PrincipalComponents,
     Quantiles,
     Question,
+    SecondMoments,
     Sum,
     VectorQuestion,
 )

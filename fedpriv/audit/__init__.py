@@ -3,11 +3,10 @@
 An accountant bounds the leakage of a correct program; an audit measures that of a real run.
 Read in this order:
 
-1. `canaries`: the invented users, their updates, and the measurement of a release;
-   `canary_transport` adds them to the users, and is the only module here that imports torch;
-2. `likelihood`: the evidence that a canary is included, from all measurements;
-3. `one_run`: the bound on ε that guesses about canaries prove;
-4. `verdict`: the conclusion, and two tests of the noise that need no canaries.
+1. `canaries`: the invented users, the measurement of a release, and the evidence that a canary is
+   included, from all measurements; `fedpriv.run.auditor` adds their updates to those of the users;
+2. `verdict`: the bound on ε that guesses about canaries prove, two tests of the noise that need no
+   canaries, and the conclusion.
 
 The guarantee does not depend on an audit, and an audit cannot weaken it: canaries are users with
 invented data, and everything else is computed from releases.

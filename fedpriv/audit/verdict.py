@@ -5,35 +5,40 @@ better than its trade-off function allows (membership), if releases have less en
 charged noise (noise), or if two releases are closer to each other than fresh noise allows
 (freshness). The last two need no canaries; they detect faults of the noise that hardly improve the
 guesses about a canary.
+
+For r of m canaries one guesses, from all releases, whether they are included, and c guesses are
+right. If the run is f-DP for each canary, whatever the others are, c is not far above r/2. The test
+of membership is that of Mahloujifar, Melis & Chaudhuri 2024, "Auditing f-Differential Privacy in
+One Run" (arXiv 2410.22235), Algorithm 3 with two choices for each canary. It rejects a true claim
+with probability at most α, for any statistic and any dependence between releases.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
-from scipy.special import gammainc
+import scipy
+from scipy.special import gammainc, ndtr, ndtri
 
 from fedpriv.accounting.accountants import accountant_named
-from fedpriv.accounting.fdp import trade_off
-from fedpriv.audit.canaries import Canaries, Measurement
-from fedpriv.audit.likelihood import log_likelihood_ratios
-from fedpriv.audit.one_run import (
-    best_guesses,
-    epsilon_of_mu,
-    estimated_epsilon,
-    least_mu,
-    mu_of_epsilon,
-    refutes,
-    right_guesses,
-)
+from fedpriv.accounting.fdp import TradeOff, trade_off
+from fedpriv.accounting.gaussian import epsilon_interval
+from fedpriv.audit.canaries import Canaries, Measurement, log_likelihood_ratios
 from fedpriv.ledger.events import RoundEvent, merge_equal
-from fedpriv.support.checks import epsilon_down, epsilon_up, hold_numbers, require
+from fedpriv.privacy.clipping import Flags
+from fedpriv.privacy.layout import FloatVector
+from fedpriv.support.checks import check_ranges, epsilon_down, epsilon_up, hold_numbers
 
 ERROR = 0.05  # the chance to refute a true claim, or of a bound above the truth
 _NOISE_ERROR = 0.0005  # the part of each test of noise; the test of membership has the rest
 _LARGEST_EPSILON = 40.0  # that guesses are planned for
 _COMPARED = 1000  # number of earlier rounds that a round is compared with
+_LARGEST_MU = 32.0
+_STEPS, _ZOOMS = 33, 4  # of a search for μ, with an accuracy of a millionth of the largest
+_SHARES = tuple(0.02 * 1.1**step for step in range(40))  # of canaries to guess about, up to 0.82
+_WORSE = 0.9  # a share with less than this part of the best bound ends the search
 FEWEST_CANARIES = 20  # fewer show little even if all guesses are right
 MOST_CANARIES = 100_000  # these take half a minute to plan, and 1 GB of scores over 1,000 rounds
 
@@ -52,9 +57,7 @@ class Audit:
 
     def __post_init__(self) -> None:
         hold_numbers(self)
-        m, limit = self.canaries, f"{FEWEST_CANARIES}, since fewer show hardly anything"
-        require(m >= FEWEST_CANARIES, f"canaries is {m}; it must be at least {limit}")
-        require(m <= MOST_CANARIES, f"canaries is {m}; it must be at most {MOST_CANARIES}")
+        check_ranges(self, canaries=f"[{FEWEST_CANARIES}, {MOST_CANARIES}]")
 
 
 @dataclass(frozen=True)
@@ -201,3 +204,129 @@ def noise_fresh(measurements: Sequence[Measurement]) -> float:
 
 def _chi_square_below(value: float, degrees: int) -> float:
     return float(gammainc(degrees / 2.0, value / 2.0)) if degrees else 1.0
+
+
+def passes(
+    least_false_alarms: Callable[[FloatVector], FloatVector],
+    canaries: int,
+    guesses: int,
+    correct: int,
+    error: float,
+    claims: int = 1,
+) -> Flags:
+    """Return whether claims hold against the guesses, at the error probability α: [claims].
+
+    `least_false_alarms` maps powers [claims], each for its own claim, to the smallest type I error
+    at which any test may have that power: the inverse of 1 − f.
+    """
+    m, r, c = canaries, guesses, correct
+    # The recursion's bounds on the chances of exactly i right guesses, and of more.
+    above = np.full(claims, error * c / m)
+    rest = np.full(claims, error * (r - c) / m)
+    for i in range(c - 1, -1, -1):
+        larger = np.maximum(rest, least_false_alarms(above))
+        above = np.minimum(1.0, above + i / (r - i) * (larger - rest))
+        rest = larger
+    return np.asarray(above + rest <= r / m)
+
+
+def refutes(off: TradeOff, canaries: int, guesses: int, correct: int, error: float) -> bool:
+    """Return whether the guesses refute a trade-off function, at this error probability."""
+
+    def least_false_alarms(power: FloatVector) -> FloatVector:
+        # f is symmetric: misses as rare as these false alarms make false alarms as rare as misses.
+        return off.type_two(1.0 - np.minimum(power, 1.0))
+
+    return not passes(least_false_alarms, canaries, guesses, correct, error)[0]
+
+
+def least_mu(canaries: int, guesses: int, correct: int, error: float) -> float:
+    """Return the largest μ such that the guesses refute μ-GDP, rounded down; 0 if none."""
+    low, high = 0.0, _LARGEST_MU
+    for _ in range(_ZOOMS):
+        mus = np.linspace(low, high, _STEPS)[1:]
+
+        def least_false_alarms(power: FloatVector, mus: FloatVector = mus) -> FloatVector:
+            return np.asarray(ndtr(ndtri(power) - mus))
+
+        claims = passes(least_false_alarms, canaries, guesses, correct, error, len(mus))
+        first = int(np.argmax(claims)) if claims.any() else len(mus) - 1
+        low, high = (mus[first - 1] if first else low), mus[first]
+    return float(low)
+
+
+def epsilon_of_mu(mu: float, delta: float) -> float:
+    """Return the ε of G_μ at δ, never above the truth; 0 if δ is larger than that of ε = 0."""
+    return epsilon_interval(delta, 1.0 / mu)[0] if mu > 0.0 else 0.0
+
+
+def mu_of_epsilon(epsilon: float, delta: float) -> float:
+    """Return the μ such that G_μ has this δ at ε > 0."""
+    return float(
+        scipy.optimize.brentq(lambda mu: epsilon_of_mu(mu, delta) - epsilon, 1e-9, _LARGEST_MU)
+    )
+
+
+def best_guesses(canaries: int, mu: float, error: float) -> int:
+    """Return the even number of guesses, r, with the largest expected bound if G_μ is leaked."""
+    m = canaries
+    best_count, best_bound = 2 * max(1, m // 20), 0.0
+    for share in _SHARES:
+        half = round(m * share / 2.0)
+        if not half:
+            continue
+        # The share of ½·N(0, 1) + ½·N(μ, 1) above this threshold is half/m.
+        threshold = scipy.optimize.brentq(
+            _share_above, -40.0, _LARGEST_MU + 40.0, args=(mu, 2.0 * half / m)
+        )
+        correct = float(ndtr(mu - threshold)) * m  # expected; the bound is interpolated
+        below = math.floor(correct)
+        ends = [least_mu(m, 2 * half, min(c, 2 * half), error) for c in (below, below + 1)]
+        bound = ends[0] + (correct - below) * (ends[1] - ends[0])
+        if bound > best_bound:
+            best_count, best_bound = 2 * half, bound
+        elif bound < _WORSE * best_bound:
+            break
+    return best_count
+
+
+def _share_above(threshold: float, mu: float, share: float) -> float:
+    return float(ndtr(-threshold) + ndtr(mu - threshold)) - share
+
+
+def right_guesses(ratios: FloatVector, included: Flags, guesses: int) -> int:
+    """Return how many of an even number r of guesses are right.
+
+    One guesses that the canaries with the r/2 largest ratios are included, the r/2 smallest not.
+    """
+    order, half = np.argsort(ratios, kind="stable"), guesses // 2
+    return int(included[order[-half:]].sum() + (~included[order[:half]]).sum())
+
+
+def estimated_epsilon(sums: FloatVector, included: Flags, delta: float) -> float | None:
+    """Return the ε between normal laws of a statistic of included and of excluded canaries.
+
+    The statistic `sums` [m] is the projection of all releases together on a canary's moves. Andrew
+    et al. 2023, "One-shot Empirical Privacy Estimation for Federated Learning" (arXiv 2302.03098),
+    fit such laws to its cosine. It is an estimate and no bound. None if a law has no spread.
+    """
+    parts = sums[included], sums[~included]
+    if any(len(part) < 2 or np.ptp(part) == 0.0 for part in parts):
+        return None
+    one, other = ((float(part.mean()), float(part.std(ddof=1))) for part in parts)
+    return max(_epsilon_between(one, other, delta), _epsilon_between(other, one, delta))
+
+
+def _epsilon_between(p: tuple[float, float], q: tuple[float, float], delta: float) -> float:
+    """Return the ε at which the integral of (P − e^ε·Q)₊ is δ, for normal laws (mean, stddev)."""
+    (mean_p, stddev_p), (mean_q, stddev_q) = p, q
+    z = np.linspace(-12.0, 12.0, 50_001)  # in standard deviations of P, which is negligible beyond
+    density = np.exp(-(z**2) / 2.0) / math.sqrt(math.tau)
+    losses = (mean_p - mean_q + stddev_p * z) ** 2 / stddev_q**2 / 2.0 - z**2 / 2.0
+    losses -= math.log(stddev_p) - math.log(stddev_q)  # ln P/Q
+
+    def excess(epsilon: float) -> float:
+        positive_part = density * -np.expm1(np.minimum(epsilon - losses, 0.0))
+        return float(np.trapezoid(positive_part, z)) - delta
+
+    return 0.0 if excess(0.0) <= 0.0 else float(scipy.optimize.brentq(excess, 0.0, losses.max()))

@@ -6,10 +6,9 @@ tensors and datasets, and the module `partition` deals rows to synthetic users.
 
 from fedpriv.data import partition
 from fedpriv.data.arrays import from_arrays, from_grouped
-from fedpriv.data.digits import load_digits
+from fedpriv.data.builtin import load_digits, synthetic_population
 from fedpriv.data.hugging_face import from_dataset, from_partitioner
 from fedpriv.data.population import Population, UserStore, load_population
-from fedpriv.data.synthetic import synthetic_population
 
 __all__ = [
     "Population",

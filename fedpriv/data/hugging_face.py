@@ -33,7 +33,7 @@ from fedpriv.data.population import (
 )
 from fedpriv.errors import DataError, InvalidValueError, known_names
 from fedpriv.support.checks import checked_arguments
-from fedpriv.support.importing import check_options, import_function
+from fedpriv.support.importing import check_installed, check_options, import_function
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -219,11 +219,8 @@ def _described_partitioner(name: str, arguments: Mapping[str, object]) -> tuple[
 
 
 def _package(name: str, extra: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        what = f"the package {name.replace('_', '-')} is not installed"
-        raise DataError(f"{what}; pip install 'fedpriv[{extra}]'") from error
+    check_installed(extra, name, error=DataError)
+    return importlib.import_module(name)
 
 
 def _table_of_files(place: Path, texts: Sequence[str]) -> "Table":

@@ -5,9 +5,7 @@ Every partitioner returns int64 [rows], the user of each row, such that every ro
 A setting out of range raises InvalidValueError. docs/data.md shows in figures what each one deals.
 """
 
-import math
 from collections.abc import Sequence
-from numbers import Real
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +13,7 @@ from numpy.typing import NDArray
 from fedpriv.data.columns import Array, Fields, refuse_masked
 from fedpriv.data.population import IdArray, UserStore, check_count, offsets_of
 from fedpriv.errors import DataError, InvalidValueError
-from fedpriv.support.checks import plain_numbers
+from fedpriv.support.checks import check_range, plain_numbers
 
 
 def iid(rows: int, users: int, seed: int) -> NDArray[np.int64]:
@@ -36,8 +34,7 @@ def dirichlet(labels: Array, users: int, alpha: float, seed: int) -> NDArray[np.
     """
     check_count("users", users)
     alpha = plain_numbers(alpha, "alpha")
-    if not isinstance(alpha, Real) or not 0.0 < alpha < math.inf:
-        raise InvalidValueError(f"alpha is {alpha!r}; it must be positive and finite")
+    check_range("alpha", alpha, "(0, inf)")
     _check_labels(labels, users, "users")
     rng = _generator(seed)
     label_of_row, left = np.unique(labels, return_inverse=True, return_counts=True)[1:]

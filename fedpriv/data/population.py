@@ -64,9 +64,9 @@ The first is the user with whom the row is stored; an id is repeated where a row
 _COMPARED = 50_000  # rows of users and held-out rows that are compared
 _FORMAT = "fedpriv user store, version 1"
 _LOADERS = {
-    "digits": "fedpriv.data.digits:load_digits",
+    "digits": "fedpriv.data.builtin:load_digits",
     "hugging-face": "fedpriv.data.hugging_face:load_hugging_face",
-    "synthetic": "fedpriv.data.synthetic:synthetic_population",
+    "synthetic": "fedpriv.data.builtin:synthetic_population",
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from fedpriv.audit.likelihood import check_auditable
+from fedpriv.audit.canaries import check_auditable
 from fedpriv.audit.verdict import Audit
 from fedpriv.data.columns import Fields
 from fedpriv.data.places import in_places, refuse_shared
@@ -66,7 +66,7 @@ from fedpriv.training.rounds import (
 )
 
 _log = logging.getLogger(__name__)
-_TRACKER = Choice[Tracker]("callbacks.trackers", {}, Tracker)
+_TRACKER = Choice[Tracker]("trackers", TRACKERS, Tracker)
 
 
 @dataclass(frozen=True)
@@ -354,7 +354,7 @@ def build(
 ) -> Experiment:
     """Calibrate the noise if asked to, and check that all parts of a run fit together.
 
-    With a `method`, the configuration decides rounds, seed, engine, output and callbacks only, but
+    With a `method`, the configuration decides rounds, seed, engine, output and trackers only, but
     for one without an `origin`, which was made of it.
     `population` and, if the configuration has none, `run` are the names in the ledger, and `users`
     are N. The task is tried on a few rows, by default held-out ones; without any, nodes alone check
@@ -402,12 +402,14 @@ def build(
 
 
 def _trackers(config: Config) -> dict[str, Tracker]:
-    named = {name: kind() for name, kind in TRACKERS.items() if getattr(config.output, name)}
-    named |= {path: _TRACKER.build(path, {}, {}) for path in config.callbacks.trackers}
-    for path in config.callbacks.on_round:
-        function = import_function(f"callback {path!r}", path, InvalidValueError)
-        named[path] = Callback(cast(OnRound, function))
-    return named
+    followers = dict[str, Tracker]()
+    for path in config.trackers:
+        own = ":" in path and import_function(f"trackers {path!r}", path, InvalidValueError)
+        if own and not isinstance(own, type):
+            followers[path] = Callback(cast(OnRound, own))
+        else:
+            followers[path] = _TRACKER.build(path, {}, {})
+    return followers
 
 
 def _measured_by(

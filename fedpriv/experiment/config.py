@@ -535,16 +535,6 @@ class OutputSection(Section):
     evaluate_every: Count = 1
     checkpoint_every: Count = 1
     simulation_only: bool = False
-    tensorboard: bool = False
-    wandb: bool = False
-    mlflow: bool = False
-
-
-class CallbacksSection(Section):
-    """Functions that get each `RoundResult`, and `Tracker` classes, by import path."""
-
-    on_round: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    trackers: Annotated[tuple[str, ...], Field(strict=False)] = ()
 
 
 class RangeSection(Section):
@@ -660,7 +650,8 @@ class Config(Section):
     evaluation: EvaluationSection = EvaluationSection()
     engine: EngineSection = EngineSection()
     output: OutputSection = OutputSection()
-    callbacks: CallbacksSection = CallbacksSection()
+    # Names of trackers, import paths of `Tracker` classes, and of functions of a `RoundResult`.
+    trackers: Annotated[tuple[str, ...], Field(strict=False)] = ()
     tune: TuneSection | None = None  # for `fedpriv tune` alone
     federation: FederationSection | None = None
 

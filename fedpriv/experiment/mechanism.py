@@ -23,7 +23,6 @@ from fedpriv.experiment.grouping import (
     check_choice,
 )
 from fedpriv.ledger.events import (
-    MOST_EXAMPLES,
     WITH_STRATEGY,
     NeighbouringRelation,
     PrivacyBudget,
@@ -56,7 +55,6 @@ from fedpriv.support.checks import (
     is_whole,
     named_value,
     plain_numbers,
-    require,
 )
 from fedpriv.training.plan import AdaptiveClipping
 
@@ -77,15 +75,19 @@ class CohortPolicy(ABC):
         """
 
 
-@dataclass(frozen=True)
-class Poisson(CohortPolicy):
-    """Each user joins each round independently with probability q in (0, 1]."""
-
-    probability: float
+class _Checked(CohortPolicy):
+    """A policy that can be priced without N, and refuses numbers of which there is no event."""
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
-        check_range("sampling_probability", self.probability, "(0, 1]")
+        self.of(None, Unit.USER)
+
+
+@dataclass(frozen=True)
+class Poisson(_Checked):
+    """Each user joins each round independently with probability q in (0, 1]."""
+
+    probability: float
 
     def of(self, users: int | None, unit: Unit) -> PoissonSampling:
         """Return Poisson sampling of N users."""
@@ -124,7 +126,7 @@ class AsIf(CohortPolicy):
 
 
 @dataclass(frozen=True)
-class PoissonExamples(CohortPolicy):
+class PoissonExamples(_Checked):
     """Each of up to k examples of a user joins each round independently with probability q.
 
     The guarantee still protects users (Charles et al. 2024, example-level sampling). Of a user's
@@ -136,12 +138,6 @@ class PoissonExamples(CohortPolicy):
     probability: float
     examples_per_user: int  # k in [1, 10⁶]
     total_examples: float | None = None
-
-    def __post_init__(self) -> None:
-        hold_plain_numbers(self)
-        check_range("sampling_probability", self.probability, "(0, 1]")
-        k, limit = self.examples_per_user, f"it must be a whole number from 1 to {MOST_EXAMPLES}"
-        require(is_whole(k, MOST_EXAMPLES), f"examples_per_user is {k!r}; {limit}")
 
     def of(self, users: int | None, unit: Unit) -> ExampleSampling:
         """Return sampling of the examples of N users."""
@@ -174,7 +170,7 @@ class FixedSize(CohortPolicy):
 
 
 @dataclass(frozen=True)
-class EveryUser(CohortPolicy):
+class EveryUser(_Checked):
     """All users join each round."""
 
     relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE
@@ -185,7 +181,7 @@ class EveryUser(CohortPolicy):
 
 
 @dataclass(frozen=True)
-class RandomAllocation(CohortPolicy):
+class RandomAllocation(_Checked):
     """Each user joins exactly k random rounds of every pass of n rounds, drawn afresh each pass.
 
     A whole pass is charged before its first round. A run of T rounds has ⌈T/n⌉ passes.
@@ -194,17 +190,13 @@ class RandomAllocation(CohortPolicy):
     rounds: int  # n ≥ 1, of a pass
     participations: int = 1  # k in [1, n]
 
-    def __post_init__(self) -> None:
-        hold_plain_numbers(self)
-        Schedule(self.rounds, self.participations)
-
     def of(self, users: int | None, unit: Unit) -> RandomAllocationSampling:
         """Return the policy that allocates N users to random rounds; N is 1 if it is None."""
         return RandomAllocationSampling(users or 1, self.rounds, self.participations, unit)
 
 
 @dataclass(frozen=True)
-class Separated(CohortPolicy):
+class Separated(_Checked):
     """Users take turns in b groups, so that any two rounds of a user are at least b apart.
 
     Participation is public and amplifies no privacy. In return, the noise of a series of n rounds
@@ -215,10 +207,6 @@ class Separated(CohortPolicy):
     separation: int  # b in [1, n]
     relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE
 
-    def __post_init__(self) -> None:
-        hold_plain_numbers(self)
-        Schedule(self.rounds, separation=self.separation)
-
     def of(self, users: int | None, unit: Unit) -> SeparatedSampling:
         """Return the policy by which N users take turns; N is `separation` if it is None."""
         relation, enrolled = self.relation, users or self.separation
@@ -226,7 +214,7 @@ class Separated(CohortPolicy):
 
 
 @dataclass(frozen=True)
-class BandedPoisson(CohortPolicy):
+class BandedPoisson(_Checked):
     """Users take turns in b groups; each user of the group joins with probability q.
 
     Sampling amplifies privacy, and noise may be correlated over a band of up to b rounds
@@ -237,11 +225,6 @@ class BandedPoisson(CohortPolicy):
     probability: float  # q in (0, 1]
     rounds: int  # n ≥ 1, of a series
     separation: int  # b in [1, n]
-
-    def __post_init__(self) -> None:
-        hold_plain_numbers(self)
-        check_range("sampling_probability", self.probability, "(0, 1]")
-        Schedule(self.rounds, separation=self.separation)
 
     def of(self, users: int | None, unit: Unit) -> BandedPoissonSampling:
         """Return turns of N users, with coins."""

@@ -12,14 +12,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from fedpriv.errors import InvalidValueError
 from fedpriv.experiment.config import Config, flattened, with_paths
 from fedpriv.support.checks import check_types
-from fedpriv.support.importing import path_of
+from fedpriv.support.importing import check_installed, path_of
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.rounds import OnRound, RoundResult, Stop
 
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
 _PROJECT = "fedpriv"  # default project of runs; a service's environment variable overrides it
 _MLFLOW_KEY = "fedpriv.key"
 _MLFLOW_PARAMETERS, _MLFLOW_LENGTH = 100, 6000  # most in one request; most characters of each
-_Follower = TypeVar("_Follower")
 _log = logging.getLogger(__name__)
 
 
@@ -95,7 +92,7 @@ class TensorBoard(Tracker):
     """Writes event files into the folder `tensorboard` of the run."""
 
     def __init__(self) -> None:
-        _check_installed("tensorboard")
+        check_installed("tensorboard")
         self._writer: SummaryWriter
 
     def on_start(self, run: StartedRun) -> None:
@@ -125,7 +122,7 @@ class WandB(Tracker):
     """
 
     def __init__(self) -> None:
-        _check_installed("wandb")
+        check_installed("wandb")
         self._run: wandb.Run
 
     def on_start(self, run: StartedRun) -> None:
@@ -176,7 +173,7 @@ class MLflow(Tracker):
     """
 
     def __init__(self) -> None:
-        _check_installed("mlflow")
+        check_installed("mlflow")
         self._client: mlflow.MlflowClient
         self._run = ""
 
@@ -213,7 +210,7 @@ class MLflow(Tracker):
         self._client.set_terminated(self._run, "FINISHED" if run.stop else "KILLED")
 
 
-TRACKERS: Mapping[str, type[Tracker]] = {  # by their key in the section output
+TRACKERS: Mapping[str, type[Tracker]] = {  # by name
     "tensorboard": TensorBoard,
     "wandb": WandB,
     "mlflow": MLflow,
@@ -257,29 +254,33 @@ class Followers:
             except Exception as error:  # must not end a run that has spent budget
                 raised = f"{type(error).__name__} {when}: {' '.join(str(error).split())}"
                 left = "the run goes on without it, and metrics.jsonl has every round"
-                _log.warning("tracker or callback %s raised %s; %s", name, raised, left)
+                _log.warning("tracker %s raised %s; %s", name, raised, left)
                 del self._trackers[name]
 
 
-def named(what: str, followers: Sequence[_Follower], kind: Any) -> dict[str, _Follower]:
-    """Return trackers or callbacks under distinct names.
+def named(trackers: Sequence[Tracker | OnRound]) -> dict[str, Tracker]:
+    """Return trackers, and functions as trackers, under distinct names.
 
-    InvalidValueError: one of them is not of the type `kind`; `what` names them in its message.
+    InvalidValueError: one of them is neither.
     """
-    check_types(**{what: (followers, Sequence)})
-    for number, each in enumerate(followers):
-        check_types(**{f"{what}[{number}]": (each, kind)})
-    return {f"{number}: {path_of(each)}": each for number, each in enumerate(followers)}
+    check_types(trackers=(trackers, Sequence))
+    followers = dict[str, Tracker]()
+    for number, each in enumerate(trackers):
+        kind = Tracker if isinstance(each, type) else Tracker | Callable
+        check_types(**{f"trackers[{number}]": (each, kind)})
+        name = f"{number}: {path_of(each)}"
+        followers[name] = each if isinstance(each, Tracker) else Callback(each)
+    return followers
 
 
 def shown_settings(config: Config) -> dict[str, object]:
     """Return settings under keys "a.b", without those that describe machines.
 
-    The result leaves out the sections callbacks, federation and tune, the folders of paths, and
+    The result leaves out trackers, the sections federation and tune, the folders of paths, and
     the options of the user's own data functions, which may hold anything.
     """
     table: dict[str, Any] = config.model_dump(
-        exclude_none=True, exclude={"callbacks", "federation", "tune"}
+        exclude_none=True, exclude={"trackers", "federation", "tune"}
     )
     table = with_paths(table, os.path.basename)
     if data := table.get("data"):
@@ -287,14 +288,6 @@ def shown_settings(config: Config) -> dict[str, object]:
         if any(":" in str(name) for name in named):
             table["data"] = {"name": data["name"]}
     return flattened(table)
-
-
-def _check_installed(name: str) -> None:
-    if find_spec(name) is None:
-        raise InvalidValueError(
-            f"{name} cannot follow the run, as it cannot be imported; "
-            f"pip install 'fedpriv[{name}]' installs it"
-        )
 
 
 def _mlflow_experiment(client: "mlflow.MlflowClient") -> str:

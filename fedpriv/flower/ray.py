@@ -12,11 +12,11 @@ import socket
 import sys
 import tempfile
 import threading
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedpriv.errors import InvalidValueError, WorkerError
+from fedpriv.support.importing import check_installed
 
 if TYPE_CHECKING:
     from flwr.app import ConfigRecordValues, Context
@@ -74,10 +74,7 @@ def simulate_on_ray(
     those of the run. InvalidValueError: the input is wrong, or Flower or Ray is not installed.
     WorkerError: a worker failed.
     """
-    missing = [name for name in ("flwr", "ray") if find_spec(name) is None]
-    if missing:
-        install = "pip install 'fedpriv[flower]' installs it"
-        raise InvalidValueError(f"{' and '.join(missing)} cannot be imported; {install}")
+    check_installed("flower", "flwr", "ray")
     switch_off_telemetry()
     lock_ray()  # before users are loaded, because their loader may import Ray
     import torch

@@ -10,7 +10,6 @@ protected, and the server gets only the sum of their contributions.
 
 import copy
 import logging
-import math
 import os
 import threading
 import time
@@ -45,7 +44,7 @@ from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS, Averaging
 from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
-from fedpriv.support.checks import check_types, epsilon_up, is_whole
+from fedpriv.support.checks import check_range, check_types, epsilon_up, is_whole
 from fedpriv.support.importing import raised_at
 from fedpriv.support.logs import one_line
 from fedpriv.training.local import SGD
@@ -164,8 +163,7 @@ class PrivateStrategy(Strategy):
         if evaluate_config is not None:
             unsafe = "users' figures would be released without noise"
             raise InvalidValueError(f"evaluate_config is given; {unsafe}, so give evaluate_fn")
-        if not (isinstance(timeout, int | float) and 0.0 < timeout < math.inf):
-            raise InvalidValueError(f"timeout is {timeout!r}; it must be positive and finite")
+        check_range("timeout", timeout, "(0, inf)")
         model = TrainedModel.of(initial_arrays, self.frozen)
         plan, budget = self._plan(model, num_rounds), self.mechanism.budget
         nodes, config = dict(self.nodes), train_config or ConfigRecord()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from fedpriv.errors import LedgerError, reason_of
 from fedpriv.support.disk import sync
@@ -196,6 +197,23 @@ class Database:
             yield
         except (sqlite3.Error, OSError, OverflowError, UnicodeError) as error:
             raise LedgerError(f"{self._name} cannot be {action}: {reason_of(error)}") from error
+
+
+class InFile:
+    """Base of what is kept in one file, which is closed at the end of a `with`."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    def close(self) -> None:
+        """Close the file."""
+        self.database.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _create(path: Path, form: FileFormat, fill: Callable[[sqlite3.Connection], object]) -> bool:

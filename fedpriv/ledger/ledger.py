@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import BudgetExceededError, FedprivError, InvalidValueError, LedgerError
-from fedpriv.ledger.database import Database, FileFormat, insertion
+from fedpriv.ledger.database import Database, FileFormat, InFile, insertion
 from fedpriv.ledger.events import (
     NeighbouringRelation,
     PrivacyBudget,
@@ -341,7 +341,7 @@ class Charge:
         return self.event
 
 
-class Ledger:
+class Ledger(InFile):
     """All charges of one population, over all runs, in an append-only SQLite file.
 
     Guarantees:
@@ -352,7 +352,7 @@ class Ledger:
     """
 
     def __init__(self, database: Database) -> None:
-        self.database = database
+        super().__init__(database)
         self._lock = threading.RLock()
         try:
             first = self._only_row("first text", "SELECT text, hash FROM chain WHERE position = 0")
@@ -536,16 +536,6 @@ class Ledger:
         rows = self._walk(self._genesis.head, head, SeriesBook())
         stream.writelines(f"{row.text}\n" for row in rows)
         stream.write(f"{head.line}\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self.database.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _only_row(self, what: str, sql: str) -> sqlite3.Row:
         rows = self.database.read(sql)

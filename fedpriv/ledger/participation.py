@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError, LedgerError
-from fedpriv.ledger.database import Database, FileFormat
+from fedpriv.ledger.database import Database, FileFormat, InFile
 from fedpriv.support.checks import require
 from fedpriv.support.disk import keep_from_git
 
@@ -85,7 +85,7 @@ def record_path(ledger: Path) -> Path:
     return ledger.with_name(stem + suffix)
 
 
-class ParticipationRecord:
+class ParticipationRecord(InFile):
     """A SQLite file of cohorts, readable and writable by its owner alone.
 
     Guarantees:
@@ -93,9 +93,6 @@ class ParticipationRecord:
         * the salt comes from the operating system, even in seeded runs;
         * a cohort that is read back is the one that was committed to.
     """
-
-    def __init__(self, database: Database) -> None:
-        self.database = database
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -232,16 +229,6 @@ class ParticipationRecord:
             if _commitment(salt, recorded, users) == commitment:
                 return recorded, users.astype(np.int64)
         raise LedgerError(f"the cohort with commitment {commitment} was changed")
-
-    def close(self) -> None:
-        """Close the file."""
-        self.database.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _ascending(users: npt.NDArray[np.integer]) -> Users:

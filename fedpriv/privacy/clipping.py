@@ -23,6 +23,7 @@ from fedpriv.privacy.layout import (
     granularity,
     squared_bound,
 )
+from fedpriv.support.checks import check_ranges
 
 FloatMatrix = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -147,10 +148,7 @@ class Clipping:
 
     def __post_init__(self) -> None:
         check_partition(self.layout, self.groups)
-        if not 1 <= self.weight_cap <= MOST_WEIGHT:
-            raise InvalidValueError(
-                f"weight_cap is {self.weight_cap}; it must be from 1 to {MOST_WEIGHT}"
-            )
+        check_ranges(self, weight_cap=f"[1, {MOST_WEIGHT}]")
         names = [group.name for group in self.groups]
         for name in (*self.weighted, *(self.indicator.groups if self.indicator else ())):
             if name not in names:

@@ -59,7 +59,6 @@ for it, and the two runs differ with probability below 1e-200.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -312,13 +311,6 @@ class CorrelatedNoise:
         memory = self.strategy.next_memory(state.memory, noise)
         self._check(noise, memory)
         return NoiseState(t + 1, memory), noise
-
-    def state_after(self, keys: Iterable[bytes]) -> NoiseState:
-        """Recompute the state after the rounds of these keys, which start with the first round."""
-        state = self.start()
-        for key in keys:
-            state, _ = self.step(state, key)
-        return state
 
     @cached_property
     def _bounds(self) -> Vector:

@@ -22,7 +22,7 @@ from fedpriv.privacy.correlated_noise import BandedStrategy, CorrelatedNoise, St
 from fedpriv.privacy.layout import NO_CLIPPING, FloatVector, VectorGroup, check_names
 from fedpriv.privacy.noise import LARGEST_STDDEV, Entropy, rounded_gaussian
 from fedpriv.privacy.sampling import Sampling
-from fedpriv.support.checks import hold_numbers, hold_plain_numbers, plain_numbers, text_down
+from fedpriv.support.checks import check_range, check_ranges, hold_numbers, plain_numbers, text_down
 
 
 @dataclass(frozen=True)
@@ -41,25 +41,14 @@ class Averaging:
 
     def __post_init__(self) -> None:
         hold_numbers(self)
-        if self.cap is not None and not 1 <= self.cap <= MOST_WEIGHT:
-            raise InvalidValueError(
-                f"cap of the weights is {self.cap}; it must be from 1 to {MOST_WEIGHT}"
-            )
+        check_range("cap of the weights", self.cap, f"[1, {MOST_WEIGHT}]?")
         if (self.cap is None) != (self.total_weight is None):
             raise InvalidValueError(
                 f"averaging has cap {self.cap} and total_weight {self.total_weight}; it must have "
                 "both, a bound on one user's weight and a public estimate of the sum of all "
                 "weights, or neither"
             )
-        if self.total_weight is not None and not 0.0 < self.total_weight < math.inf:
-            raise InvalidValueError(f"total_weight is {self.total_weight}; it must be positive")
-        check_floor(self.floor)
-
-
-def check_floor(floor: float | None) -> None:
-    """Raise InvalidValueError unless the floor is None or in (0, 1]."""
-    if floor is not None and not 0.0 < floor <= 1.0:
-        raise InvalidValueError(f"floor is {floor}; it must be in (0, 1]")
+        check_ranges(self, total_weight="(0, inf)?", floor="(0, 1]?")
 
 
 # Shares of a round's privacy per vector group, and the noise that follows from them.
@@ -72,8 +61,7 @@ def given_shares(
     names = [group.name for group in groups]
     check_names("weights and groups", weights, names)
     for name, weight in weights.items():
-        if not 0.0 < weight < math.inf:
-            raise InvalidValueError(f"weight of group {name!r} is {weight}; it must be positive")
+        check_range(f"weight of group {name!r}", weight, "(0, inf)")
     total = math.fsum(weights.values())
     return tuple(weights[name] / total for name in names)
 
@@ -111,10 +99,7 @@ def noise_stddevs(
     sensitivities, noise_multiplier, shares = plain_numbers(
         (sensitivities, noise_multiplier, shares)
     )
-    if not 0.0 <= noise_multiplier < math.inf:
-        raise InvalidValueError(
-            f"noise_multiplier is {noise_multiplier}; it must be finite and not negative"
-        )
+    check_range("noise_multiplier", noise_multiplier, "[0, inf)")
     sums_to_one = math.isclose(math.fsum(shares), 1.0, rel_tol=1e-9)
     if len(shares) != len(sensitivities) or min(shares) <= 0.0 or not sums_to_one:
         raise InvalidValueError(
@@ -175,7 +160,7 @@ class GaussianQuery:
     slack: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        hold_plain_numbers(self)
+        hold_numbers(self)
         groups, weighted = self.clipping.groups, self.clipping.weighted
         if self.slack and (len(self.slack) != len(groups) or not min(self.slack) >= 0.0):
             raise InvalidValueError(
@@ -185,17 +170,13 @@ class GaussianQuery:
             raise InvalidValueError(
                 f"{len(self.noise_stddevs)} noise_stddevs are given for {len(groups)} groups"
             )
-        for denominator in (self.denominator, self.weighted_denominator):
-            if denominator is not None and not 0.0 < denominator < math.inf:
-                raise InvalidValueError(
-                    f"denominator is {denominator}; it must be positive and finite"
-                )
+        check_ranges(self, denominator="(0, inf)", weighted_denominator="(0, inf)?")
+        check_ranges(self, floor="(0, 1]?")
         if weighted and self.weighted_denominator is None:
             raise InvalidValueError(
                 f"groups {weighted} are weighted; they need weighted_denominator, q times the sum "
                 "of all weights"
             )
-        check_floor(self.floor)
         if self.floor is not None and not weighted:
             raise InvalidValueError(f"floor is {self.floor} and no group is weighted; one must be")
         _ = self.events  # refuses a σ_g that no ledger would accept

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.support.checks import hold_plain_numbers
+from fedpriv.support.checks import check_range, hold_plain_numbers
 
 FloatVector = npt.NDArray[np.float64]
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -136,21 +136,15 @@ class VectorGroup:
         hold_plain_numbers(self)
         if not self.tensors:
             raise InvalidValueError(f"group {self.name!r} has no tensors; it must have one")
-        if not SMALLEST_CLIPPING_NORM <= self.clipping_norm <= LARGEST_CLIPPING_NORM:
-            raise InvalidValueError(
-                f"clipping_norm of group {self.name!r} is {self.clipping_norm}; it must be "
-                f"positive, from {SMALLEST_CLIPPING_NORM} to {LARGEST_CLIPPING_NORM}"
-            )
+        legal = f"[{SMALLEST_CLIPPING_NORM}, {LARGEST_CLIPPING_NORM}]"
+        check_range(f"clipping_norm of group {self.name!r}", self.clipping_norm, legal)
         if len(self.scales) != len(self.tensors):
             raise InvalidValueError(
                 f"group {self.name!r} has {len(self.scales)} scales for {len(self.tensors)} "
                 "tensors; each tensor needs one"
             )
         for tensor, scale in zip(self.tensors, self.scales, strict=True):
-            if not 1e-12 <= scale <= 1e12:
-                raise InvalidValueError(
-                    f"scale of tensor {tensor!r} is {scale}; it must be from 1e-12 to 1e12"
-                )
+            check_range(f"scale of tensor {tensor!r}", scale, "[1e-12, 1e12]")
 
     @classmethod
     def single(cls, name: str, clipping_norm: float) -> "VectorGroup":

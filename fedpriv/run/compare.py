@@ -59,6 +59,7 @@ from fedpriv.support.checks import check_types, checked_arguments, plain_numbers
 from fedpriv.support.disk import write_atomically, writing
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.request import LocalTraining
+from fedpriv.training.rounds import OnRound
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -123,7 +124,7 @@ def compare(
     name: str = "study",
     evaluate_every: int = 1,
     personalisation: Personalisation | None = None,
-    trackers: Sequence[Tracker] = (),
+    trackers: Sequence[Tracker | OnRound] = (),
     engine: Engine | None = None,
     quiet: bool = False,
     resume: bool = False,
@@ -179,7 +180,7 @@ def compare(
         baseline=baseline or "",
         accuracies=tuple(accuracies),
     )
-    folder, followers = Path(out or Path("studies") / name), named("trackers", trackers, Tracker)
+    folder, followers = Path(out or Path("studies") / name), named(trackers)
     console = screen(quiet=quiet)
     if (folder / STUDY).exists() and not resume:
         raise InvalidValueError(

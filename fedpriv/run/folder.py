@@ -28,6 +28,7 @@ from fedpriv.studies import read_study
 from fedpriv.studies.results import STUDY, holds_results_alone
 from fedpriv.support.checks import require
 from fedpriv.support.disk import naming, sync, write_atomically, writing
+from fedpriv.support.importing import check_installed
 from fedpriv.support.logs import SIMULATION_ONLY
 from fedpriv.training.rounds import RoundResult
 
@@ -188,12 +189,9 @@ def held(path: Path, what: str) -> Iterator[None]:
 
 def data_frame(rows: Sequence[Mapping[str, object]]) -> "pd.DataFrame":
     """Return rows as a table of pandas; InvalidValueError if it is not installed."""
-    try:
-        import pandas as pd  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise InvalidValueError(
-            "pandas cannot be imported; pip install 'fedpriv[pandas]' installs it"
-        ) from error
+    check_installed("pandas")
+    import pandas as pd  # noqa: PLC0415 - an extra
+
     return pd.DataFrame(rows)
 
 

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 
 _MEASURED = ("loss", "accuracy", "figures", "held_out_users")  # on held-out rows
 # Sections that are no part of a plan.
-_MAY_CHANGE = ("callbacks", "engine", "federation", "output", "trackers", "tune")
+_MAY_CHANGE = ("engine", "federation", "output", "trackers", "tune")
 _START = "# starts from: "  # in plans, before other facts
 _log = logging.getLogger(__name__)
 

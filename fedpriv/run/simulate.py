@@ -33,7 +33,7 @@ from fedpriv.experiment.build import (
 )
 from fedpriv.experiment.config import load_config, method_left_out
 from fedpriv.experiment.mechanism import Mechanism
-from fedpriv.experiment.trackers import Callback, Tracker, named
+from fedpriv.experiment.trackers import Tracker, named
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
 from fedpriv.privacy.clipping import IntegerVector
 from fedpriv.privacy.gaussian_mechanism import INDEPENDENT
@@ -72,8 +72,7 @@ def simulate(
     ledger: Path | str | None = None,
     evaluate_every: int = 1,
     checkpoint_every: int = 1,
-    on_round: Sequence[OnRound] = (),
-    trackers: Sequence[Tracker] = (),
+    trackers: Sequence[Tracker | OnRound] = (),
     simulation_only: bool = False,
     engine: Engine | None = None,
     quiet: bool = False,
@@ -125,8 +124,8 @@ def simulate(
       folder of the run.
     * evaluate_every: rounds between evaluations on the held-out rows.
     * checkpoint_every: rounds between checkpoints.
-    * on_round: called with each `RoundResult`.
-    * trackers: told when the run starts, after each release and when it ends.
+    * trackers: told when the run starts, after each release and when it ends; functions are called
+      with each `RoundResult`.
     * simulation_only: also record true figures of each round, which no guarantee covers.
     * engine: where and how fast users train, by default on a GPU if there is one, or in as many
       processes as torch has threads. With processes=1 nothing is forked.
@@ -134,8 +133,7 @@ def simulate(
     """
     if resume and out is None:
         raise InvalidValueError("resume is true; out must then be given")
-    called = {n: Callback(f) for n, f in named("on_round", on_round, Callable).items()}
-    followers: dict[str, Tracker] = {**named("trackers", trackers, Tracker), **called}
+    followers = named(trackers)
     method = Method(task, mechanism, *method_left_out(mechanism, local, server), personalisation)
     output = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
     sections = {

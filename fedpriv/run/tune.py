@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cached_property, partial
-from importlib.util import find_spec
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
@@ -82,6 +81,7 @@ from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import RunSetup
 from fedpriv.support.checks import checked_arguments, epsilon_up, plain_numbers, require
 from fedpriv.support.disk import with_room, write_atomically, writing
+from fedpriv.support.importing import check_installed
 from fedpriv.support.logs import silenced
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.plan import TrainingPlan
@@ -107,7 +107,7 @@ DEFAULT_SPACE: Mapping[str, Candidates] = {
 }
 # Sections that a trial may not change, except for q: they decide users, measures and the budget.
 _FIXED = (
-    "data", "engine", "name", "output", "run", "seed", "tune", "federation", "callbacks", "privacy",
+    "data", "engine", "name", "output", "run", "seed", "tune", "federation", "trackers", "privacy",
 )  # fmt: skip
 _MARGIN = 1.0 - 2.0**-30  # a factor of noise multipliers that covers their rounding
 _UNLIMITED = PrivacyBudget(math.inf, 0.5, lambda _events, _delta: math.inf)
@@ -382,10 +382,7 @@ class _Search:
 
     def on_public(self) -> Tuning:
         """Search on people who are not enrolled; it costs nothing."""
-        if find_spec("optuna") is None:
-            raise InvalidValueError(
-                "optuna cannot be imported; pip install 'fedpriv[tune]' installs it"
-            )
+        check_installed("tune", "optuna")
         section, space = self.section, self.space
         present = {key: _at(self.values, key) for key in space}
         first, _ = self.prepare({}, None, "trial")

@@ -18,13 +18,7 @@ from fedpriv.privacy.noise import words
 from fedpriv.privacy.round import OpenedSum, PartialSum, merge_sums
 from fedpriv.privacy.sampling import Users, drawn_users
 from fedpriv.secure_sums.parameters import Grid, share_stddevs
-from fedpriv.secure_sums.protocol import (
-    KeyPair,
-    Member,
-    Participant,
-    Roster,
-    unmasked,
-)
+from fedpriv.secure_sums.protocol import KeyPair, Member, Participant, Roster, unmasked
 
 _SHARING, _UPLOADING, _SIGNING, _OPENING, _NEVER = range(5)  # steps before which a node drops out
 Collect = Callable[[Users], Iterable[PartialSum]]

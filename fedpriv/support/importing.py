@@ -8,6 +8,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Generic, TypeVar, cast
 
 from fedpriv.errors import FedprivError, InvalidValueError, known_names
@@ -38,6 +39,15 @@ def import_function(what: str, path: str, error: type[FedprivError]) -> Function
             f"{known_names(name, public)}"
         )
     return cast(Function, function)
+
+
+def check_installed(
+    extra: str, *packages: str, error: type[FedprivError] = InvalidValueError
+) -> None:
+    """Raise `error` unless all packages of an extra, by default one of its name, are there."""
+    if missing := [name for name in packages or [extra] if find_spec(name) is None]:
+        cure = f"pip install 'fedpriv[{extra}]' installs what is needed"
+        raise error(f"{' and '.join(missing)} cannot be imported; {cure}")
 
 
 def path_of(thing: object) -> str:

@@ -97,7 +97,7 @@ class Stop(StrEnum):
 
 @dataclass(frozen=True)
 class RoundResult:
-    """The release of one round and its cost, as written to the metrics and passed to callbacks.
+    """The release of one round and its cost, as written to the metrics and passed to trackers.
 
     Among the metrics, `contributors` is the count of users in the cohort whose update counted, and
     metrics whose names begin with `evaluation/` measure the model after the round.

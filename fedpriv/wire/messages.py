@@ -211,7 +211,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class SignedHead(Checked):
-    """The head of the server's ledger when it proposed an attempt: `roster.signed_head`."""
+    """The head of the server's ledger when it proposed an attempt: `naming.signed_head`."""
 
     count: Annotated[int, below(63)]  # of charges
     hash: Annotated[str, codec.length(64, 64)]

@@ -24,7 +24,7 @@ from fedpriv.engine.forks import computing_with
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.experiment.build import Experiment, build, records_of
-from fedpriv.experiment.config import CallbacksSection, Config, OutputSection
+from fedpriv.experiment.config import Config, OutputSection
 from fedpriv.ledger.events import NeighbouringRelation, PrivacyBudget, Unit
 from fedpriv.ledger.ledger import paid_events
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy
@@ -81,7 +81,7 @@ class AttackedPlan:
         check_count("rounds", rounds)
         check_count("users", users, least=2)
         left_out = dict.fromkeys(_LEFT_OUT)
-        quiet = {"callbacks": CallbacksSection(), "output": OutputSection()}
+        quiet = {"trackers": (), "output": OutputSection()}
         short = config.model_copy(update={"rounds": rounds, **left_out, **quiet})
         mechanism = short.mechanism()
         records = records_of(population, mechanism).users

@@ -58,7 +58,7 @@ def rounds_of(users: int, cohort: int, canaries: int, rounds: int) -> dict[str, 
             server=fedpriv.FedAvg(1.0),
             audit=fedpriv.Audit(canaries) if canaries else None,
             out=f"{folder}/run",
-            on_round=[turn],
+            trackers=[turn],
             evaluate_every=rounds,
             quiet=True,
         )

@@ -105,7 +105,7 @@ def private(contest: Contest, model: nn.Module, turn: Turn) -> None:
             local=fedpriv.SGD(RATE, batch_size=contest.batch, epochs=1),
             server=fedpriv.FedAvg(1.0),
             out=f"{folder}/run",
-            on_round=[told],
+            trackers=[told],
             evaluate_every=rounds,
             quiet=True,
         )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedpriv.data.synthetic import synthetic_population
+from fedpriv.data.builtin import synthetic_population
 from fedpriv.engine.adapters import with_adapters
 from fedpriv.experiment.models import cnn, mlp, softmax_regression
 from fedpriv.training.local import SGD

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedpriv.audit.canaries import Canaries, Directions, Past, audited_groups, measure
-from fedpriv.audit.canary_transport import LONGER, CanaryTransport, canary_sum
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping import Clipping, Indicator
 from fedpriv.privacy.gaussian_mechanism import (
@@ -23,6 +22,7 @@ from fedpriv.privacy.layout import Layout, VectorGroup
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import PartialSum
 from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.run.auditor import LONGER, CanaryTransport, canary_sum
 from fedpriv.training.request import LocalTraining, RoundRequest, Transport
 from fedpriv.wire.naming import check_node_name
 

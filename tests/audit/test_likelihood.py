@@ -9,8 +9,7 @@ import pytest
 from scipy import stats
 from scipy.linalg import toeplitz
 
-from fedpriv.audit.canaries import Measurement
-from fedpriv.audit.likelihood import check_auditable, log_likelihood_ratios
+from fedpriv.audit.canaries import Measurement, check_auditable, log_likelihood_ratios
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import (
     NeighbouringRelation,

@@ -30,8 +30,7 @@ from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import OpenedSum, PrivacyRecords, Release, secure_round
 from fedpriv.secure_sums.parameters import Grid
-from fedpriv.server.collection import Ballot
-from fedpriv.server.exchange import SecureCollection
+from fedpriv.server.collection import Ballot, SecureCollection
 from fedpriv.wire import Price, Vote
 from tests.clients.secure_world import CLIPPING, SECONDS, Site, World, honest
 

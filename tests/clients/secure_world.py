@@ -26,9 +26,8 @@ from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import OpenedSum, PartialSum
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.server.certificates import init, issue
-from fedpriv.server.collection import Ballot, Collection
+from fedpriv.server.collection import Ballot, Collection, SecureCollection
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.exchange import SecureCollection
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import (
     Price,
@@ -44,8 +43,7 @@ from fedpriv.wire import (
     Welcome,
     enrolment_digest,
 )
-from fedpriv.wire.naming import fingerprint_of, load_certificate
-from fedpriv.wire.roster import binding_of, roster_of, signed_head
+from fedpriv.wire.naming import binding_of, fingerprint_of, load_certificate, roster_of, signed_head
 
 PARAMETERS = {"w": np.ones((2, 3), np.float32)}
 LAYOUT = Layout.of(PARAMETERS)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fedpriv.clients.training import NodeTrainer
+from fedpriv.data.builtin import synthetic_population
 from fedpriv.data.population import UserStore
-from fedpriv.data.synthetic import synthetic_population
 from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError

@@ -42,8 +42,15 @@ from fedpriv.wire import (
     digest_of,
 )
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.naming import load_authorities, load_certificate
-from fedpriv.wire.roster import binding_of, by_server, certificate_of, countersigned, signed_head
+from fedpriv.wire.naming import (
+    binding_of,
+    by_server,
+    certificate_of,
+    countersigned,
+    load_authorities,
+    load_certificate,
+    signed_head,
+)
 from tests.server.loopback import PATIENCE, POPULATION_ID, site, until
 
 PARAMETERS = {"w": np.ones((2, 3), np.float32)}

@@ -5,7 +5,7 @@ import pytest
 from scipy import stats
 from sklearn.linear_model import LogisticRegression
 
-from fedpriv.data import synthetic, synthetic_population
+from fedpriv.data import builtin, synthetic_population
 from fedpriv.errors import InvalidValueError
 
 FALSE_ALARM = 1e-6
@@ -59,7 +59,7 @@ def test_a_users_rows_share_one_shift(monkeypatch, values_at_once):
 
     Drawn in blocks of two users and in one piece; rejects a shift of variance 0.2 or 0.3.
     """
-    monkeypatch.setattr(synthetic, "_VALUES_AT_ONCE", values_at_once)
+    monkeypatch.setattr(builtin, "_VALUES_AT_ONCE", values_at_once)
     n, m, d = 2_000, 4, 8
     x = synthetic_population(n, m, (d,), classes=1, seed=5).users.fields["x"]
     rows = x.reshape(n, m, d).astype(np.float64)
@@ -76,7 +76,7 @@ def test_a_users_rows_share_one_shift(monkeypatch, values_at_once):
 
 
 def test_users_and_rows_are_independent_across_blocks(monkeypatch):
-    monkeypatch.setattr(synthetic, "_VALUES_AT_ONCE", 64)
+    monkeypatch.setattr(builtin, "_VALUES_AT_ONCE", 64)
     x = synthetic_population(500, 1, (8,), classes=1).users.fields["x"]
     assert len(np.unique(x)) > 3_990  # a block drawn twice would repeat its values
     lagged = np.corrcoef((x - x.mean(axis=0))[:-8].ravel(), (x - x.mean(axis=0))[8:].ravel())[0, 1]
@@ -84,7 +84,7 @@ def test_users_and_rows_are_independent_across_blocks(monkeypatch):
 
 
 def test_ragged_blocks_cover_every_user(monkeypatch):
-    monkeypatch.setattr(synthetic, "_VALUES_AT_ONCE", 8)
+    monkeypatch.setattr(builtin, "_VALUES_AT_ONCE", 8)
     users = synthetic_population(300, (0, 5), (4,), classes=3, seed=1).users
     # Rows that were left out would be whatever memory held, or all zero.
     norms = np.linalg.norm(users.fields["x"], axis=1)

@@ -9,11 +9,13 @@ from torch.nn import functional
 from fedpriv.engine.side_by_side import SideBySideModel
 from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.task_checks import check_task
-from fedpriv.experiment.models import CharacterMLP, build_model
+from fedpriv.experiment.models import build_model
+from simulations.character_mlp import CharacterMLP
 
+MLP = "simulations.character_mlp:CharacterMLP"
 SIZES = {"alphabet": 7, "width": 4}
 SMALL = {
-    "character-mlp": SIZES | {"context": 3, "hidden": 5},
+    MLP: SIZES | {"context": 3, "hidden": 5},
     "simulations.transformer:CharacterTransformer": SIZES | {"length": 9, "heads": 2, "blocks": 2},
 }
 TEXT = torch.tensor(np.random.default_rng(0).integers(0, 7, (5, 9)))
@@ -28,7 +30,7 @@ def test_a_score_depends_on_what_came_before_alone(name: str) -> None:
         other = TEXT.clone()
         other[:, place] = (other[:, place] + 1) % 7
         changed = ((model(other) - scores).abs().amax((0, 1)) > 1e-6).tolist()
-        sees = 3 if name == "character-mlp" else 9
+        sees = 3 if name == MLP else 9
         assert changed == [place <= seen < place + sees for seen in range(9)]
 
 

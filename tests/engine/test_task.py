@@ -369,7 +369,7 @@ def test_models_have_the_published_sizes(name: str, count: int) -> None:
 
 def test_models_of_characters_have_the_sizes_they_tell() -> None:
     for name, count in (
-        ("character-mlp", 11_936),
+        ("simulations.character_mlp:CharacterMLP", 11_936),
         ("simulations.transformer:CharacterTransformer", 115_040),
     ):
         model = build_model(name, {}, seed=0)
@@ -424,7 +424,7 @@ def test_models_by_import_path_and_bad_names() -> None:
     ]:
         with pytest.raises(InvalidValueError, match=message):
             build_model(**{"name": "mlp", "options": {}, "seed": 0, **given})
-    assert set(MODELS) == {"softmax", "mlp", "cnn", "character-mlp"}
+    assert set(MODELS) == {"softmax", "mlp", "cnn"}
 
 
 def test_a_model_without_numbers_is_refused() -> None:

@@ -173,7 +173,7 @@ def test_none_outlives_a_run_that_something_still_refers_to(tmp_path: Path) -> N
             local=fedpriv.SGD(0.1, batch_size=1, epochs=3),
             rounds=1,
             out=tmp_path / "run",
-            on_round=[lambda _: seen.extend(multiprocessing.active_children())],
+            trackers=[lambda _: seen.extend(multiprocessing.active_children())],
             quiet=True,
         )
         assert seen

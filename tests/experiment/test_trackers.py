@@ -56,8 +56,7 @@ def test_an_own_tracker_is_told_of_start_rounds_and_end_and_again_on_resuming(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "mine.py").write_text(NOTEBOOK)
-    callbacks = {"trackers": ["mine:Notebook"], "on_round": ["mine:stop"]}
-    path = experiment(tmp_path, callbacks=callbacks, seed=3)
+    path = experiment(tmp_path, trackers=["mine:Notebook", "mine:stop"], seed=3)
     assert fedpriv("simulate", path, "--out", "run", cwd=tmp_path).returncode == 130
     ((_, start), *_, (_, end)) = said = told(tmp_path)
     assert [what for what, _ in said] == ["start", "round", "round", "end"]
@@ -67,7 +66,7 @@ def test_an_own_tracker_is_told_of_start_rounds_and_end_and_again_on_resuming(
     assert start["settings"]["parameters"] == 4 * 3 + 3
     assert end["stop"] is None
     (tmp_path / "told.jsonl").unlink()
-    again = ("--resume", "--set", "callbacks.on_round=[]")
+    again = ("--resume", "--set", 'trackers=["mine:Notebook"]')
     printed("simulate", path, "--out", "run", *again, cwd=tmp_path)
     ((_, resumed), *_, (_, end)) = said = told(tmp_path)
     assert [what for what, _ in said] == ["start", "round", "end"]
@@ -75,7 +74,7 @@ def test_an_own_tracker_is_told_of_start_rounds_and_end_and_again_on_resuming(
     assert said[1][1] == rows(tmp_path / "run")[-1] | {"simulation_only_seconds": None}
     assert end == {"stop": str(Stop.ROUNDS), "last": said[1][1]}
     # Another run of the same name is another run.
-    printed("simulate", path, "--out", "other", "--set", "callbacks.on_round=[]", cwd=tmp_path)
+    printed("simulate", path, "--out", "other", "--set", 'trackers=["mine:Notebook"]', cwd=tmp_path)
     assert told(tmp_path)[3][1]["key"] != start["key"]
 
 
@@ -237,7 +236,7 @@ def test_weights_and_biases_gets_what_is_released_and_nothing_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wandb = pytest.importorskip("wandb", reason="the extra wandb is not installed")
-    path = experiment(tmp_path, output={"wandb": True}, seed=1)
+    path = experiment(tmp_path, trackers=["wandb"], seed=1)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_PROJECT", "hospital")
     printed("simulate", path, "--out", "run", cwd=tmp_path)
@@ -278,8 +277,8 @@ def test_mlflow_gets_what_is_released_and_a_resumed_run_goes_on(
     store = f"sqlite:///{tmp_path}/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
     (tmp_path / "mine.py").write_text(NOTEBOOK)
-    path = experiment(tmp_path, output={"mlflow": True}, seed=1)
-    stopping = ("--set", 'callbacks.on_round=["mine:stop"]')
+    path = experiment(tmp_path, trackers=["mlflow"], seed=1)
+    stopping = ("--set", 'trackers=["mlflow", "mine:stop"]')
     ended = fedpriv("simulate", path, "--out", "run", *stopping, cwd=tmp_path)
     assert ended.returncode == 130, ended.stderr
     client = mlflow.MlflowClient(store)
@@ -303,7 +302,7 @@ def test_mlflow_gets_what_is_released_and_a_resumed_run_goes_on(
 
 
 def test_event_files_have_the_settings_and_the_end(tmp_path: Path) -> None:
-    path = experiment(tmp_path, output={"tensorboard": True})
+    path = experiment(tmp_path, trackers=["tensorboard"])
     printed("simulate", path, "--out", "run", cwd=tmp_path)
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
@@ -317,8 +316,8 @@ def test_event_files_have_the_settings_and_the_end(tmp_path: Path) -> None:
 def test_without_its_package_a_tracker_is_refused_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr("fedpriv.experiment.trackers.find_spec", lambda _name: None)
-    file = experiment(tmp_path, output={name: True})
+    monkeypatch.setattr("fedpriv.support.importing.find_spec", lambda _name: None)
+    file = experiment(tmp_path, trackers=[name])
     with pytest.raises(InvalidValueError, match=rf"pip install 'fedpriv\[{name}\]'"):
         run_simulation(file, [], tmp_path / "run", resume=False)
     assert not (tmp_path / "run").exists()
@@ -327,13 +326,13 @@ def test_without_its_package_a_tracker_is_refused_before_the_run(
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("json:dumps", "callbacks.trackers 'json:dumps' is not a class"),
-        ("nowhere:Log", "callbacks.trackers 'nowhere:Log' cannot be imported"),
+        ("json:JSONEncoder", "trackers 'json:JSONEncoder' is another class"),
+        ("nowhere:Log", "trackers 'nowhere:Log' cannot be imported"),
         ("fedpriv:WandBee", "has no function 'WandBee'"),
         ("fedpriv:Tracker", "cannot be made: TypeError"),
     ],
 )
 def test_bad_trackers_are_refused_before_the_run(tmp_path: Path, path: str, words: str) -> None:
-    file = experiment(tmp_path, callbacks={"trackers": [path]})
+    file = experiment(tmp_path, trackers=[path])
     assert words in refused("simulate", file, "--out", "run", cwd=tmp_path)
     assert not (tmp_path / "run").exists()

@@ -204,7 +204,7 @@ def audited_run(out: Path, **given: object) -> fedpriv.Run:
 def after_two_rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("interrupted") / "run"
     with pytest.raises(KeyboardInterrupt):
-        audited_run(out, on_round=[interrupt_after(2)])
+        audited_run(out, trackers=[interrupt_after(2)])
     return out
 
 
@@ -228,7 +228,7 @@ def test_a_resumed_run_goes_on_with_its_canaries(interrupted: Path) -> None:
 def test_a_round_that_is_repeated_after_a_crash_counts_as_what_it_released(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        audited_run(out, on_round=[interrupt_after(3)], checkpoint_every=2)
+        audited_run(out, trackers=[interrupt_after(3)], checkpoint_every=2)
     run = audited_run(out, resume=True, checkpoint_every=2)
     # Round 3 was released twice, each time with a charge, and nothing is left for round 4.
     rows = [*RunFolder(out).read_measurements()][1:]

@@ -142,7 +142,7 @@ def test_a_budget_that_does_not_pay_for_all_rounds_is_warned_of_before_the_first
         local=SGD(0.1, steps=1),
         rounds=rounds,
         out=tmp_path / "run",
-        on_round=[lambda _: said.append(capsys.readouterr().out)],
+        trackers=[lambda _: said.append(capsys.readouterr().out)],
     )
     assert len(run.rounds) == 3
     text = " ".join(said[0].split())
@@ -255,8 +255,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
         {"trackers": TensorBoard()},
         "trackers is of the type TensorBoard",
     ),
-    ({"on_round": [3]}, r"on_round\[0\] is of the type int"),
-    ({"on_round": print}, "on_round is of the type builtin_function_or_method"),
+    ({"trackers": print}, "trackers is of the type builtin_function_or_method"),
     ({"ledger": 3}, "ledger is of the type int"),
 ]
 

@@ -67,7 +67,7 @@ def test_a_run_that_goes_on_remembers_it(run: fedpriv.Run, tmp_path: Path) -> No
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        noisy(tmp_path / "run", on_round=[stop])
+        noisy(tmp_path / "run", trackers=[stop])
     whole = noisy(tmp_path / "run", resume=True)
     assert whole.best.round == run.best.round
     assert torch.equal(whole.best_model.weight, run.best_model.weight)

@@ -38,11 +38,10 @@ def test_the_example_of_the_guide_is_told_what_metrics_say(
 ) -> None:
     page = (DOCS / "following.md").read_text()
     function, tracker = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    on_round, trackers = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    named = re.findall(r"```toml\ntrackers = \[(.*?)\]\n```", page)
     (tmp_path / "mine.py").write_text(function)
     (tmp_path / "notes.py").write_text(tracker)
-    path = experiment(tmp_path)
-    path.write_text(path.read_text() + on_round + trackers.replace("[callbacks]\n", ""))
+    path = experiment(tmp_path, trackers=[json.loads(each) for each in named])
     monkeypatch.delitem(sys.modules, "notes", raising=False)
     printed("simulate", path, "--out", "run", cwd=tmp_path)
     sys.modules.pop("notes")
@@ -68,11 +67,11 @@ def test_the_example_of_the_guide_is_told_what_metrics_say(
 
 
 def test_event_files_hold_what_metrics_say_and_a_resumed_run_adds_to_them(tmp_path: Path) -> None:
-    path = experiment(tmp_path, output={"tensorboard": True})
+    path = experiment(tmp_path, trackers=["tensorboard"])
     (tmp_path / "mine.py").write_text(
         "def stop(released):\n    if released.round == 2:\n        raise KeyboardInterrupt\n"
     )
-    stopping = ("--set", 'callbacks.on_round=["mine:stop"]')
+    stopping = ("--set", 'trackers=["tensorboard", "mine:stop"]')
     assert fedpriv("simulate", path, "--out", "run", *stopping, cwd=tmp_path).returncode == 130
     printed("simulate", path, "--out", "run", "--resume", cwd=tmp_path)
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
@@ -92,13 +91,13 @@ def test_a_callback_that_raises_is_named_and_the_run_goes_on(
         "def down(released):\n    raise OSError('nobody\\n answers')\n\n\n"
         "def seen(released):\n    with open('seen', 'a') as file:\n        file.write('x')\n"
     )
-    path = experiment(tmp_path, callbacks={"on_round": ["mine:down", "mine:seen"]})
+    path = experiment(tmp_path, trackers=["mine:down", "mine:seen"])
     with caplog.at_level(logging.WARNING):
         printed("simulate", path, "--out", "run", cwd=tmp_path)
     assert len(rows(tmp_path / "run")) == 3
     assert (tmp_path / "seen").read_text() == "xxx"
     assert caplog.messages == [
-        "tracker or callback mine:down raised OSError in round 1: nobody answers; the run goes on "
+        "tracker mine:down raised OSError in round 1: nobody answers; the run goes on "
         "without it, and metrics.jsonl has every round"
     ]
 
@@ -133,13 +132,13 @@ def test_nothing_that_is_not_released_has_a_place() -> None:
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("json", "callback 'json' cannot be imported: module 'json' has no function ''"),
-        ("nowhere:log", "callback 'nowhere:log' cannot be imported"),
-        ("json:nothing", "callback 'json:nothing' cannot be imported"),
+        ("json", "trackers is 'json'; known names: mlflow, tensorboard, wandb, or package.module:"),
+        ("nowhere:log", "trackers 'nowhere:log' cannot be imported"),
+        ("json:nothing", "trackers 'json:nothing' cannot be imported"),
         ("json:__name__", "module 'json' has no function '__name__'"),
     ],
 )
 def test_bad_callbacks_are_refused_before_the_run(tmp_path: Path, path: str, words: str) -> None:
-    file = experiment(tmp_path, callbacks={"on_round": [path]})
+    file = experiment(tmp_path, trackers=[path])
     assert words in refused("simulate", file, "--out", "run", cwd=tmp_path)
     assert not (tmp_path / "run").exists()

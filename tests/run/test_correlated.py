@@ -69,7 +69,7 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_model(kind: str, tmp_pat
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(kind, tmp_path / "parts", on_round=[interrupt])
+        run(kind, tmp_path / "parts", trackers=[interrupt])
     parts = run(kind, tmp_path / "parts", resume=True)
     with Ledger.open(tmp_path / "parts" / "ledger.sqlite") as ledger:
         rows = list(ledger.charges())

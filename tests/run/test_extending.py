@@ -307,7 +307,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     given = (population(), task(), mechanism())
     more = {"local": LOCAL, "server": Damped(), "out": tmp_path / "run", "quiet": True}
     with pytest.raises(KeyboardInterrupt):
-        fedpriv.simulate(*given, **more, on_round=[interrupt])
+        fedpriv.simulate(*given, **more, trackers=[interrupt])
     run = fedpriv.simulate(*given, **more, resume=True)
     assert [(each.round, each.attempt) for each in run.rounds] == [(1, 0), (2, 0), (3, 0)]
     with Ledger.open(tmp_path / "run" / "ledger.sqlite") as ledger:

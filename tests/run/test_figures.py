@@ -86,7 +86,7 @@ def test_a_run_shows_figures_where_it_shows_accuracy(
         tmp_path / "run",
         task(worst=lambda o, t: worst_class(o, t, 3)),
         quiet=False,
-        on_round=[told.append],
+        trackers=[told.append],
     )
     with torch.no_grad():
         outputs, targets = run.model(torch.tensor(X[200:])), torch.tensor(Y[200:])

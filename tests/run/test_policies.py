@@ -145,7 +145,7 @@ def test_a_run_that_goes_on_is_the_uninterrupted_one(
 
     train(whole, POLICIES[policy])
     with pytest.raises(KeyboardInterrupt):
-        train(parts, POLICIES[policy], on_round=[stop])
+        train(parts, POLICIES[policy], trackers=[stop])
     assert len(rows_of(parts)) == first
     train(parts, POLICIES[policy], resume=True)
     models = [load_file(out / "model.safetensors") for out in (whole, parts)]
@@ -263,7 +263,7 @@ def test_where_the_key_of_a_pass_is_lost_the_run_pays_again_as_far_as_its_budget
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(out, ALLOCATION, rounds=6, on_round=[stop])
+        train(out, ALLOCATION, rounds=6, trackers=[stop])
     with ParticipationRecord.open(record_path(out / "ledger.sqlite")) as record:
         record.forget_series(rows_of(out)[0].run)
     run = train(out, ALLOCATION, rounds=6, resume=True)

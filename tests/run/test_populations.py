@@ -26,7 +26,7 @@ def test_a_run_goes_on_with_the_users_that_it_began_with(tmp_path: Path) -> None
             mechanism.calibrate(epsilon=8.0, delta=1e-3, rounds=3),
             out=tmp_path / "run",
             resume=True,
-            on_round=[stop],
+            trackers=[stop],
             engine=fedpriv.Engine(device="cpu"),
             quiet=True,
         )

@@ -183,7 +183,7 @@ def test_an_interrupted_projection_goes_on_with_the_same_noise(tmp_path: Path) -
     printed("simulate", *settings, "--out", tmp_path / "whole")
     out = tmp_path / "parts"
     done = typed(
-        "simulate", *settings, "--set=callbacks.on_round=[\"mine:stop\"]", "--out", out,
+        "simulate", *settings, "--set=trackers=[\"mine:stop\"]", "--out", out,
         cwd=written(tmp_path),
     )  # fmt: skip
     assert done.returncode != 0

@@ -162,7 +162,7 @@ def test_the_name_of_a_folder_is_no_markup(killed: Path, tmp_path: Path, name: s
 
 def test_checkpoints_that_are_far_apart_bind_no_later(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def stop(released):\n    raise KeyboardInterrupt\n")
-    settings = ["output.checkpoint_every=100", 'callbacks.on_round=["mine:stop"]']
+    settings = ["output.checkpoint_every=100", 'trackers=["mine:stop"]']
     given = [*SETTINGS, *(word for text in settings for word in ("--set", text))]
     run = RunFolder(tmp_path / "run")
     assert fedpriv("simulate", DIGITS, *given, "--out", run.path, cwd=tmp_path).returncode == 130
@@ -182,7 +182,7 @@ def test_a_run_that_lost_its_checkpoints_keeps_its_model(run: RunFolder) -> None
 def test_a_run_that_lost_its_checkpoints_pays_for_no_round_again(tmp_path: Path) -> None:
     stop = "def stop(released):\n    if released.round == 3:\n        raise KeyboardInterrupt\n"
     (tmp_path / "mine.py").write_text(stop)
-    settings = ["rounds=6", "output.checkpoint_every=2", 'callbacks.on_round=["mine:stop"]']
+    settings = ["rounds=6", "output.checkpoint_every=2", 'trackers=["mine:stop"]']
     given = [*SETTINGS, *(word for text in settings for word in ("--set", text))]
     run = RunFolder(tmp_path / "run")
     assert fedpriv("simulate", DIGITS, *given, "--out", run.path, cwd=tmp_path).returncode == 130
@@ -203,7 +203,7 @@ def test_reports_are_of_the_rounds_that_led_to_the_model(tmp_path: Path) -> None
     (tmp_path / "mine.py").write_text(stop)
     settings = ["rounds=6", "data.options.users=40", "output.checkpoint_every=3"]
     given = [word for text in settings for word in ("--set", text)]
-    run, callback = RunFolder(tmp_path / "run"), 'callbacks.on_round=["mine:stop"]'
+    run, callback = RunFolder(tmp_path / "run"), 'trackers=["mine:stop"]'
     to = ("--out", run.path)
     begun = fedpriv("simulate", DIGITS, *given, "--set", callback, *to, cwd=tmp_path)
     assert begun.returncode == 130
@@ -240,7 +240,7 @@ def test_rounds_that_a_resumed_run_cannot_repeat_led_to_no_model(tmp_path: Path)
         return private.simulate(people, task, mechanism, local=local, quiet=True, **given)
 
     with pytest.raises(KeyboardInterrupt):
-        begun(on_round=[stop])
+        begun(trackers=[stop])
     done, folder = begun(resume=True), RunFolder(tmp_path / "run")
     assert done.state.round == 3
     for results in (done.rounds, read_run(folder.path).rounds):

@@ -96,7 +96,7 @@ def test_a_run_that_was_interrupted_goes_on_from_where_it_started(tmp_path: Path
     begun = trained(tmp_path / "begun", **given)
     whole = trained(tmp_path / "whole", start=begun.folder, **given)
     with pytest.raises(KeyboardInterrupt):
-        trained(tmp_path / "parts", start=begun.folder, on_round=[stop], **given)
+        trained(tmp_path / "parts", start=begun.folder, trackers=[stop], **given)
     parts = trained(tmp_path / "parts", start=begun.folder, resume=True, **given)
     for name, tensor in whole.state.model.items():
         np.testing.assert_allclose(parts.state.model[name], tensor, atol=1e-6)

@@ -19,7 +19,7 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.server import traffic
+from fedpriv.server import authentication
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.service import TransferLimits
 from fedpriv.support.logs import LogFormat, configure
@@ -82,7 +82,7 @@ class ChargedServer:
 def charged_server(
     folder: Path, users: Users, rates: Mapping[str, float] | None = None
 ) -> Iterator[ChargedServer]:
-    """A server that listens when the block begins, and ends with it; `rates` are of `traffic`."""
+    """A server that listens within the block, with these rates of `Allowance`."""
     ours, theirs = get_context("spawn").Pipe()
     process = get_context("spawn").Process(target=_serve, args=(folder, users, theirs, rates or {}))
     # As `configure` does where gRPC was not imported before; here it was, with this module.
@@ -107,7 +107,7 @@ def _serve(folder: Path, users: Users, pipe: Connection, rates: Mapping[str, flo
     patience = PATIENCE.model_copy(update={"deadline_seconds": 120.0, "absent_seconds": 0.0})
     with ExitStack() as changed, site(folder, users, TransferLimits(2, 20.0)) as made:
         for name, rate in rates.items():
-            changed.enter_context(patch.object(traffic, name, rate))
+            changed.enter_context(patch.object(authentication, name, rate))
         enrolment = made.enrolment
         sampling = PoissonSampling(enrolment.population, 1.0)
         plan = make_plan(

@@ -3,8 +3,8 @@
 import numpy as np
 
 from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.data.builtin import synthetic_population
 from fedpriv.data.population import Population, UserStore
-from fedpriv.data.synthetic import synthetic_population
 from fedpriv.experiment.build import build_task
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat

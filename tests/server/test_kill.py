@@ -65,7 +65,7 @@ def test_killing_and_resuming_never_loses_a_charge(tmp_path: Path, kills: int, r
     config, folder = tmp_path / "killed.toml", RunFolder(tmp_path / "run")
     config.write_text(f"rounds = {rounds}\n{CONFIG}")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fedpriv.run.simulate", "fedpriv.data.digits"])
+    context.set_forkserver_preload(["fedpriv.run.simulate", "fedpriv.data.builtin"])
 
     def start() -> BaseProcess:
         """What `fedpriv simulate FILE --out DIR --resume` does, in a process of its own."""

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpriv.server.traffic import Allowance, Frames
+from fedpriv.server.authentication import Allowance
+from fedpriv.server.front import Frames
 from tests.server.hostile_nodes import PREFACE, frame
 
 MEBIBYTE = 2**20

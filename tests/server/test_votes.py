@@ -175,12 +175,12 @@ def test_who_has_left_does_not_count_and_who_comes_is_asked(there: Site) -> None
     with nodes(there, {"a": agrees, "b": agrees}) as made:
         made["b"].objections = repeat("never")
         thread.start()
-        until(lambda: there.server.service.willing == 1)
+        until(lambda: there.server.service.votes(agrees=True) == 1)
         made["a"].close()
         until(lambda: len(there.server.service.connections) == 1)
-        assert there.server.service.willing == 0
+        assert there.server.service.votes(agrees=True) == 0
         with nodes(there, {"c": agrees}):
-            until(lambda: there.server.service.willing == 1)
+            until(lambda: there.server.service.votes(agrees=True) == 1)
             assert not ready.is_set()
             with nodes(there, {"a": agrees}):
                 thread.join(30.0)
@@ -237,13 +237,13 @@ def test_agreement_to_other_terms_does_not_count(there: Site) -> None:
     )
     with nodes(there, {"a": agrees}) as made:
         there.server.call(lambda: service.propose(cheap()))
-        until(lambda: service.willing == 1)
+        until(lambda: service.votes(agrees=True) == 1)
         made["a"].objections = repeat("too dear")
         there.server.call(lambda: service.propose(cheap()))  # who agrees is not asked again
-        assert service.willing == 1
+        assert service.votes(agrees=True) == 1
         there.server.call(lambda: service.propose(dear))
         until(lambda: service._objections.get("a") == "too dear")
-        assert service.willing == 0
+        assert service.votes(agrees=True) == 0
 
 
 @pytest.mark.parametrize("stray", ["unasked", "malformed", "a second hello"])

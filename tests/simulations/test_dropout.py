@@ -11,7 +11,7 @@ import torch
 
 from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.data.digits import load_digits
+from fedpriv.data.builtin import load_digits
 from fedpriv.experiment.models import mlp
 from fedpriv.training.optimizers import OptimizerState, PowerDecay
 from simulations.papers.dropout import (

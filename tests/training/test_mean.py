@@ -43,7 +43,7 @@ def test_it_is_the_mean_of_the_models_of_the_last_third(rounds: int, tmp_path: P
         folder = tmp_path / "run" / "checkpoints"
         models.append(load_checkpoint(folder / f"round-{result.round:06d}.safetensors").state.model)
 
-    run = simulated(tmp_path / "run", rounds, on_round=[keep])
+    run = simulated(tmp_path / "run", rounds, trackers=[keep])
     averaged = models[-(rounds // 3) :]
     state = run.mean_model.state_dict()
     for name in ("head.weight", "head.bias", "norm.weight", "norm.running_mean"):
@@ -70,7 +70,7 @@ def test_a_run_that_goes_on_has_the_same(tmp_path: Path) -> None:
 
     whole = simulated(tmp_path / "whole", 9)
     with pytest.raises(KeyboardInterrupt):
-        simulated(tmp_path / "parts", 9, on_round=[stop])
+        simulated(tmp_path / "parts", 9, trackers=[stop])
     parts = simulated(tmp_path / "parts", 9, resume=True)
     assert torch.equal(parts.mean_model.head.weight, whole.mean_model.head.weight)
     assert parts.mean_accuracy == whole.mean_accuracy

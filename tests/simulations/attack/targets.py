@@ -4,8 +4,8 @@ from functools import cache
 
 import numpy as np
 
+from fedpriv.data.builtin import synthetic_population
 from fedpriv.data.population import Population, UserStore, offsets_of
-from fedpriv.data.synthetic import synthetic_population
 from fedpriv.experiment.config import Config, parse_config
 from simulations.attack import AttackedPlan
 from simulations.attack.populations import Crowd

@@ -11,7 +11,7 @@ from scipy import integrate, stats
 from scipy.optimize import linprog
 
 from fedpriv.accounting import epsilon, poisson_gaussian, trade_off
-from fedpriv.audit.one_run import (
+from fedpriv.audit.verdict import (
     best_guesses,
     epsilon_of_mu,
     estimated_epsilon,
