@@ -21,25 +21,23 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache, partial, reduce
-from itertools import product
-from operator import itemgetter
 from types import MappingProxyType
 from typing import cast
 
 import numpy as np
 
 from fedpriv.accounting import classical, contour, gaussian, pld, rdp
-from fedpriv.accounting.pld.dominating_pairs import FixedSizePair, ReplacePair
+from fedpriv.accounting.pld.dominating_pairs import FixedSizePair, ReplacePair, SymmetricPair
 from fedpriv.accounting.pld.lattice import GaussianPair, LossPair, Pairs
 from fedpriv.accounting.pld.random_allocation import (
     MOST_PARTICIPATIONS,
     SubsetPair,
     allocation_pairs,
 )
-from fedpriv.accounting.pld.sampled_examples import PoissonPair, examples_pair
+from fedpriv.accounting.pld.sampled_examples import PoissonPair
 from fedpriv.accounting.round_counts import (
     Direction,
     Ends,
@@ -70,6 +68,7 @@ from fedpriv.ledger.events import (
 from fedpriv.support.checks import check_types, plain_numbers, text_up
 
 ADD_OR_REMOVE, REPLACE = NeighbouringRelation
+PairOf = Callable[[float, float], PoissonPair | SymmetricPair]  # from (q, z)
 
 _GROUPS = 4096, 64  # numbers of groups of rounds to try, in order
 _FAINT = 0.2  # noise below which rounds can be so rare that δ covers them
@@ -87,10 +86,12 @@ class PairBounds:
 
 def bounds_of(events: Iterable[RoundEvent]) -> PairBounds:
     """Return bounds of all events together, of kinds in `ANALYSES`; the order does not matter."""
-    kinds: dict[EventKind, list[RoundEvent]] = {}
+    alike: dict[tuple[EventKind, int | None, Schedule | None], list[RoundEvent]] = {}
     for event in events:
-        kinds.setdefault((event.sampling.policy, event.sampling.relation), []).append(event)
-    bounds = [ANALYSES[kind](same) for kind, same in sorted(kinds.items(), key=itemgetter(0))]
+        draw = event.sampling
+        key = (draw.policy, draw.relation), draw.examples_per_user, draw.schedule
+        alike.setdefault(key, []).append(event)
+    bounds = [ANALYSES[key[0]](alike[key]) for key in sorted(alike, key=str)]
     if len(bounds) == 1:  # the usual case; a copy of 100,000 pairs would take time
         return bounds[0]
     above, below = Counter[LossPair](), Counter[LossPair]()
@@ -100,13 +101,13 @@ def bounds_of(events: Iterable[RoundEvent]) -> PairBounds:
     return PairBounds(above, below, all(bound.complete for bound in bounds))
 
 
-def _pairs(kind: type[GaussianPair], events: Iterable[RoundEvent]) -> Pairs:
+def _pairs(kind: PairOf, events: Iterable[RoundEvent]) -> Pairs:
     """Return one pair for each (q, noise per sensitivity); for q = 1 all kinds are a Gaussian."""
-    rounds = compose(events).items()
-    return {(PoissonPair if q == 1.0 else kind)(q, z): count for (q, z), count in rounds}
+    pairs = ((kind(q, z), count) for (q, z), count in compose(events).items())
+    return {PoissonPair(1.0, p.z / p.shift) if p.q == 1.0 else p: count for p, count in pairs}
 
 
-def _exact(kind: type[GaussianPair], events: Sequence[RoundEvent]) -> PairBounds:
+def _exact(kind: PairOf, events: Sequence[RoundEvent]) -> PairBounds:
     # All users are a Poisson sample with q = 1; `compose` explains rounds within bands.
     pairs = _pairs(kind, events)
     return PairBounds(pairs, pairs)
@@ -128,52 +129,43 @@ def _allocated(events: Sequence[RoundEvent]) -> PairBounds:
 
     From below, there is a `SubsetPair`, or for many participations the sum of all rounds.
     """
-    by_schedule: dict[Schedule, list[RoundEvent]] = {}
-    for event in events:
-        by_schedule.setdefault(cast(Schedule, event.sampling.schedule), []).append(event)
+    schedule = cast(Schedule, events[0].sampling.schedule)
+    n, k = schedule.rounds, schedule.participations
     above, below = Counter[LossPair](), Counter[LossPair]()
-    for schedule, same in sorted(by_schedule.items(), key=lambda item: astuple(item[0])):
-        n, k = schedule.rounds, schedule.participations
-        for (_, z), count in compose(same).items():
-            pairs = {pair: m * count for pair, m in allocation_pairs(n, k, z).items()}
-            above.update(pairs)
-            some = (
-                SubsetPair(n, k, z)
-                if k <= MOST_PARTICIPATIONS
-                else PoissonPair(1.0, z * n**0.5 / k)
-            )
-            below.update(pairs if k in (1, n) else {some: count})
+    for (_, z), count in compose(events).items():
+        pairs = {pair: m * count for pair, m in allocation_pairs(n, k, z).items()}
+        above.update(pairs)
+        is_small = k <= MOST_PARTICIPATIONS
+        some = SubsetPair(n, k, z) if is_small else PoissonPair(1.0, z * n**0.5 / k)
+        below.update(pairs if k in (1, n) else {some: count})
     return PairBounds(above, below)
 
 
 def _sampled_examples(events: Sequence[RoundEvent]) -> PairBounds:
     """Return exact bounds: a user's examples may all have the same gradient."""
-    by_examples: dict[int, list[RoundEvent]] = {}
-    for event in events:
-        by_examples.setdefault(event.sampling.examples_per_user or 1, []).append(event)
-    pairs = Counter[LossPair]()
-    for k, same in sorted(by_examples.items()):
-        for (q, z), count in compose(same).items():
-            pairs[examples_pair(k, q, z)] += count
-    return PairBounds(pairs, pairs)
+    return _exact(partial(PoissonPair, examples=events[0].sampling.examples_per_user or 1), events)
 
 
+_poisson = partial(_exact, PoissonPair)
 ANALYSES: Mapping[EventKind, Callable[[Sequence[RoundEvent]], PairBounds]] = MappingProxyType(
     {
-        (SamplingPolicy.POISSON, ADD_OR_REMOVE): partial(_exact, PoissonPair),
+        (SamplingPolicy.POISSON, ADD_OR_REMOVE): _poisson,
         (SamplingPolicy.POISSON, REPLACE): partial(_exact, ReplacePair),
-        (SamplingPolicy.EVERY_USER, ADD_OR_REMOVE): partial(_exact, PoissonPair),
-        (SamplingPolicy.EVERY_USER, REPLACE): partial(_exact, PoissonPair),
+        (SamplingPolicy.EVERY_USER, ADD_OR_REMOVE): _poisson,
+        (SamplingPolicy.EVERY_USER, REPLACE): _poisson,
         (SamplingPolicy.FIXED_SIZE, REPLACE): _fixed_size,
         (SamplingPolicy.RANDOM_ALLOCATION, ADD_OR_REMOVE): _allocated,
         (SamplingPolicy.SEPARATED, ADD_OR_REMOVE): _separated,
         (SamplingPolicy.SEPARATED, REPLACE): _separated,
-        (SamplingPolicy.BANDED_POISSON, ADD_OR_REMOVE): partial(_exact, PoissonPair),
+        (SamplingPolicy.BANDED_POISSON, ADD_OR_REMOVE): _poisson,
         (SamplingPolicy.BANDED_POISSON, REPLACE): partial(_exact, ReplacePair),
         (SamplingPolicy.EXAMPLES, ADD_OR_REMOVE): _sampled_examples,
     }
 )
-"""Maps events of one kind, one or more, to their bounds."""
+"""Maps events of one kind, drawn alike, to their bounds."""
+
+_GAUSSIAN = tuple(kind for kind, bounds in ANALYSES.items() if bounds in (_poisson, _separated))
+"""Kinds that cost no more than the Poisson-subsampled Gaussian of `compose`, with q = 1 too."""
 
 
 def poisson_pairs(rounds: Rounds) -> Pairs:
@@ -252,7 +244,7 @@ def _rdp_above(pairs: Pairs) -> Vector:
     return rdp.composed_rdp(rounds, rdp.DEFAULT_ORDERS)
 
 
-def _of_one_kind(pairs: Pairs) -> tuple[GaussianPair, Rounds, contour.Views] | None:
+def _of_one_kind(pairs: Pairs) -> tuple[PoissonPair | ReplacePair, Rounds, contour.Views] | None:
     """Return a kind that has a contour and all pairs, its rounds by (q, z), and its views.
 
     Gaussian rounds are of every kind.
@@ -262,7 +254,7 @@ def _of_one_kind(pairs: Pairs) -> tuple[GaussianPair, Rounds, contour.Views] | N
         kinds.discard(users)
     of_pairs, examples = kinds.pop() if len(kinds) == 1 else (None, 0)
     if of_pairs is ReplacePair:
-        kind: GaussianPair = ReplacePair(1.0, 1.0)
+        kind: PoissonPair | ReplacePair = ReplacePair(1.0, 1.0)
         views: contour.Views = (contour.View(replaced=True),)
     elif of_pairs is PoissonPair:
         kind = PoissonPair(1.0, 1.0, examples)
@@ -307,14 +299,6 @@ def _tightest(
 # Factor of lower ends, since `compose` may take noise to be smaller by a part in 2³⁶.
 _BELOW = 1.0 - 2.0**-30
 
-_GAUSSIAN = tuple(
-    kind
-    for kind in ANALYSES
-    if kind[0] in (SamplingPolicy.EVERY_USER, SamplingPolicy.SEPARATED)
-    or kind in product((SamplingPolicy.POISSON, SamplingPolicy.BANDED_POISSON), [ADD_OR_REMOVE])
-)
-"""Kinds that cost no more than the Poisson-subsampled Gaussian of `compose`, with q = 1 too."""
-
 
 class Bound(StrEnum):
     """The kind of statement that an ε makes, in words for readers."""
@@ -355,10 +339,7 @@ class Accountant(ABC):
     raises `UnsupportedEventError`.
     """
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """Name in `ACCOUNTANTS`."""
+    name: str  # in `ACCOUNTANTS`
 
     @abstractmethod
     def epsilon(self, events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
@@ -491,14 +472,14 @@ class CLTAccountant(Accountant):
     def epsilon(self, events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
         """Return the ε of the Gaussian mechanism that the rounds converge to."""
         check_delta(delta)
-        events = tuple(events)
-        up = classical.clt_epsilon(gaussian_rounds(events, self.name), delta)
+        events = _checked(events, self.name, _GAUSSIAN)
+        up = gaussian.epsilon(delta, classical.clt_noise(compose(events)))
         return _loss(events, (0.0, up), delta, self.name, Bound.ESTIMATE)
 
     def delta(self, events: Iterable[RoundEvent], epsilon: float) -> float:
         """Return the δ of the Gaussian mechanism that the rounds converge to."""
         check_epsilon(epsilon)
-        return classical.clt_delta(gaussian_rounds(events, self.name), epsilon)
+        return gaussian.delta(epsilon, classical.clt_noise(gaussian_rounds(events, self.name)))
 
 
 def gaussian_rounds(events: Iterable[RoundEvent], name: str) -> Rounds:
@@ -513,8 +494,11 @@ def _checked(
     events: Iterable[RoundEvent], name: str, kinds: Sequence[EventKind]
 ) -> tuple[RoundEvent, ...]:
     """Return the events; UnsupportedEventError unless of these kinds, one relation and one unit."""
+    check_types(events=(events, Iterable))
     events = tuple(events)
-    for sampling in (event.sampling for event in events):
+    for event in events:
+        check_types(**{"an event": (event, RoundEvent)})
+        sampling = event.sampling
         if (sampling.policy, sampling.relation) not in kinds:
             raise UnsupportedEventError(
                 f"the {name} accountant has no analysis of {sampling.policy} sampling with "
@@ -591,8 +575,7 @@ def epsilon(events: Iterable[RoundEvent], delta: float, accountant: str = "tight
     >>> round(loss.epsilon_low, 6), round(loss.epsilon, 6)
     (0.946867, 0.946867)
     """
-    number = plain_numbers(delta, "delta")
-    return accountant_named(accountant).epsilon(_listed(events), number)
+    return accountant_named(accountant).epsilon(events, plain_numbers(delta, "delta"))
 
 
 def delta(events: Iterable[RoundEvent], epsilon: float, accountant: str = "tight") -> float:
@@ -600,8 +583,7 @@ def delta(events: Iterable[RoundEvent], epsilon: float, accountant: str = "tight
 
     Raises the errors of `epsilon`.
     """
-    number = plain_numbers(epsilon, "epsilon")
-    return accountant_named(accountant).delta(_listed(events), number)
+    return accountant_named(accountant).delta(events, plain_numbers(epsilon, "epsilon"))
 
 
 def sampling_text(sampling: SamplingEvent) -> str:
@@ -623,11 +605,3 @@ def sampling_text(sampling: SamplingEvent) -> str:
         turns = f"{schedule.separation} groups in turn{chance}"
         return f"{policy}, {turns}, {schedule.rounds} rounds at once"
     return str(policy)
-
-
-def _listed(events: Iterable[RoundEvent]) -> tuple[RoundEvent, ...]:
-    check_types(events=(events, Iterable))
-    events = tuple(events)
-    for event in events:
-        check_types(**{"an event": (event, RoundEvent)})
-    return events

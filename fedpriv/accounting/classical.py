@@ -5,7 +5,6 @@ It can be below the truth. Rounds are counts by (q, z).
 
 import numpy as np
 
-from fedpriv.accounting import gaussian
 from fedpriv.accounting.round_counts import Rounds, arrays, unsampled_noise_multiplier
 
 
@@ -21,17 +20,7 @@ def clt_mu(rounds: Rounds) -> float:
         return float(np.sqrt(counts @ (q**2 * np.expm1(z**-2.0))))
 
 
-def clt_epsilon(rounds: Rounds, delta: float) -> float:
-    """Return the ε of the rounds by the CLT, an estimate that can be below the truth."""
-    return gaussian.epsilon(delta, _clt_noise(rounds))
-
-
-def clt_delta(rounds: Rounds, epsilon: float) -> float:
-    """Return the δ of the rounds by the CLT, an estimate that can be below the truth."""
-    return gaussian.delta(epsilon, _clt_noise(rounds))
-
-
-def _clt_noise(rounds: Rounds) -> float:
-    """Return 1/μ, at least that of the same rounds without sampling, which is a bound."""
+def clt_noise(rounds: Rounds) -> float:
+    """Return the z of the limit, 1/μ, at least that of the rounds without sampling, a bound."""
     mu = clt_mu(rounds)
     return max(1.0 / mu if mu > 0.0 else np.inf, unsampled_noise_multiplier(rounds))

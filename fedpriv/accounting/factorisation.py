@@ -26,7 +26,7 @@ from scipy import fft
 
 from fedpriv.accounting.round_counts import Vector, decreasing, strategy_sensitivity
 from fedpriv.ledger.events import Schedule
-from fedpriv.support.checks import is_whole, require
+from fedpriv.support.checks import check_range, is_whole, require
 
 GRID = 2.0**-20
 """Bands are multiples of this, so that noise can be drawn in whole numbers."""
@@ -170,8 +170,7 @@ LossAndGradient = Callable[[Vector], tuple[float, Vector]]
 def _loss_of(schedule: Schedule, objective: Objective, momentum: float) -> LossAndGradient:
     """Return the function from at most n coefficients to log(error²) and its gradient."""
     n, k, b = schedule.rounds, _fitting(schedule), schedule.separation
-    in_range = isinstance(momentum, int | float) and 0.0 <= momentum < 1.0
-    require(in_range, f"momentum is {momentum!r}; it must be in [0, 1)")
+    check_range("momentum", momentum, "[0, 1)")
     weights = np.ones(n)
     if objective is Objective.MEAN:  # A·C⁻¹ has u_r in n − r columns
         weights = np.arange(n, 0, -1) / n

@@ -14,7 +14,7 @@ from fedpriv.ledger.events import (
     Schedule,
     SumQueryEvent,
 )
-from fedpriv.support.checks import is_whole, plain_numbers, require
+from fedpriv.support.checks import check_range, is_whole, plain_numbers, require
 
 _ADD_OR_REMOVE, _REPLACE = NeighbouringRelation
 
@@ -73,8 +73,7 @@ def fixed_size_gaussian(
     Each round draws a new cohort of m = `cohort_size` users.
     """
     cohort_size, population = plain_numbers((cohort_size, population))
-    limit = "it must be a whole number of at least 1"
-    require(is_whole(population), f"population is {population!r}; {limit}")
+    check_range("population", population, "whole")
     limit = f"it must be a whole number from 1 to the population of {population}"
     require(is_whole(cohort_size, population), f"cohort_size is {cohort_size!r}; {limit}")
     policy, q = SamplingPolicy.FIXED_SIZE, cohort_size / population

@@ -14,18 +14,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
-from fedpriv.accounting.accountants import (
-    ACCOUNTANTS,
-    Accountant,
-    PrivacyLoss,
-    accountant_named,
-)
+from fedpriv.accounting.accountants import ACCOUNTANTS, Accountant, PrivacyLoss, accountant_named
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
-from fedpriv.ledger.events import (
-    Randomness,
-    RoundEvent,
-    merge_equal,
-)
+from fedpriv.ledger.events import Randomness, RoundEvent, merge_equal
 from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, paid_events
 from fedpriv.support.checks import require
 
@@ -165,11 +156,10 @@ def price(
         losses, errors = _losses(accountants, releases.events, 0.5 if delta is None else delta)
         refusals |= dict.fromkeys(map(str, errors))
         for loss in losses:
-            if epsilon is None:
-                prices.append(PricedReleases(releases, loss.epsilon, loss.delta, loss))
-                continue
-            delta_at = accountant_named(loss.accountant).delta(releases.events, epsilon)
-            prices.append(PricedReleases(releases, epsilon, delta_at, loss))
+            cost = loss.epsilon, loss.delta
+            if epsilon is not None:
+                cost = epsilon, accountant_named(loss.accountant).delta(releases.events, epsilon)
+            prices.append(PricedReleases(releases, *cost, loss))
     return Spending(ledgers, tuple(prices), tuple(refusals), delta, epsilon)
 
 

@@ -95,11 +95,9 @@ def delta_from_rdp(orders: Sequence[float], rdp: Vector, epsilon: float) -> floa
 @lru_cache(maxsize=1 << 15)
 def _log_moment(q: float, z: float, alpha: float) -> float:
     """Return an upper bound of log E_Q[(1 + u)^α]."""
-    if alpha.is_integer():
-        return _log_integer_moment(q, z, int(alpha))
-    if z < _LEAST_NOISE or alpha > _LARGEST_FRACTIONAL:
-        integer = math.ceil(alpha)
-        return _log_integer_moment(q, z, integer) * (alpha - 1) / (integer - 1)
+    integer = math.ceil(alpha)
+    if integer == alpha or z < _LEAST_NOISE or alpha > _LARGEST_FRACTIONAL:
+        return _log_integer_moment(q, z, integer) * ((alpha - 1) / (integer - 1))
     return _log_fractional_moment(q, z, alpha)
 
 

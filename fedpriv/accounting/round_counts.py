@@ -38,6 +38,7 @@ replaced user stays in its group, and an added user joins a group independently 
 import heapq
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple
 from enum import IntEnum
@@ -47,7 +48,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.ledger.events import MOST_REPEATS, WITH_STRATEGY, RoundEvent, SamplingPolicy
-from fedpriv.support.checks import plain_numbers, require
+from fedpriv.support.checks import check_range, plain_numbers
 
 Vector = NDArray[np.float64]
 Rounds = Mapping[tuple[float, float], int]
@@ -177,9 +178,7 @@ def _any_rounds(c: Vector, _rounds: int, participations: int, separation: int) -
 
 def check_epsilon(epsilon: float) -> None:
     """Raise InvalidValueError unless ε is finite and not negative."""
-    number = plain_numbers(epsilon, "epsilon")
-    in_range = isinstance(number, int | float) and 0.0 <= number < math.inf
-    require(in_range, f"epsilon is {epsilon!r}; it must be finite and not negative")
+    check_range("epsilon", plain_numbers(epsilon, "epsilon"), "[0, inf)")
 
 
 def arrays(rounds: Rounds) -> tuple[Vector, Vector, Vector]:
@@ -223,14 +222,13 @@ def grouped(rounds: Rounds, most: int) -> tuple[Rounds, Rounds]:
     if len(rounds) <= most:
         return rounds, rounds
     q, z, counts = arrays(rounds)
-    above: dict[tuple[float, float], int] = {}
-    below: dict[tuple[float, float], int] = {}
+    above, below = Counter[tuple[float, float]](), Counter[tuple[float, float]]()
     for members in _boxes(q, z, counts, most):
         count = int(counts[members].sum())
         worst = float(q[members].max()), float(z[members].min())
         best = float(q[members].min()), float(z[members].max())
-        above[worst] = above.get(worst, 0) + count
-        below[best] = below.get(best, 0) + count
+        above[worst] += count
+        below[best] += count
     return above, below
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fedpriv.accounting import gaussian
 from fedpriv.accounting.accountants import poisson_pairs, tightest_delta, tightest_epsilon
-from fedpriv.accounting.classical import clt_epsilon, clt_mu
+from fedpriv.accounting.classical import clt_mu, clt_noise
 from fedpriv.accounting.rdp import DEFAULT_ORDERS, composed_rdp
 from simulations.papers.claims import Argument, Claim, epsilon_from_rdp_2016, print_claims
 
@@ -68,7 +68,7 @@ def claims_of(setting: Setting) -> tuple[Claim, ...]:
     exact = tightest_epsilon(poisson_pairs(rounds), setting.delta)
     found = []
     if setting.clt:
-        again = clt_epsilon(rounds, setting.delta)
+        again = gaussian.epsilon(setting.delta, clt_noise(rounds))
         what = f"{setting.where}: CLT"
         found.append(Claim(what, setting.clt, again, exact, Argument.ESTIMATE))
     if setting.moments:

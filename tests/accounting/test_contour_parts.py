@@ -315,13 +315,11 @@ class TestContours:
         found = contour(setting, plan_at_delta(setting, math.log(1e-5)))
         assert 0.0 < found.dropped < 1e-8 * 1e-5
         more = dataclasses.replace(found, dropped=1e-8)
-        (low, up), (same, higher) = (
-            inversion._epsilon_ends(c, math.log(1e-5)) for c in (found, more)
-        )
+        (low, up), (same, higher) = (inversion._epsilon_ends(c, 1e-5) for c in (found, more))
         assert same == pytest.approx(low, rel=1e-9)
         assert gaussian_delta(0.5, higher) <= 1e-5 - 1e-8 < gaussian_delta(0.5, up) <= 1e-5
         everything = dataclasses.replace(found, dropped=1e-5)
-        assert inversion._epsilon_ends(everything, math.log(1e-5))[1] == math.inf
+        assert inversion._epsilon_ends(everything, 1e-5)[1] == math.inf
 
     def test_cumulant_bound_is_just_above_the_cumulant(self):
         setting = setting_of({(0.02, 1.0): 500}, View(Direction.ADD))

@@ -28,6 +28,7 @@ EXACT: list[tuple[RoundEvent, PoissonPair | ReplacePair]] = [
     (every_user_gaussian(2.0, REPLACE, 5), PoissonPair(1.0, 1.0)),
     (random_allocation_gaussian(1, 1, 2.0, 5), PoissonPair(1.0, 2.0)),
     (poisson_examples_gaussian(0.1, 8, 2.0, 5), PoissonPair(0.1, 2.0, examples=8)),
+    (poisson_examples_gaussian(1.0, 8, 16.0, 5), PoissonPair(1.0, 2.0)),
     (poisson_examples_gaussian(0.1, 1, 2.0, 5), PoissonPair(0.1, 2.0)),
     (poisson_examples_gaussian(1.0, 8, 2.0, 5), PoissonPair(1.0, 0.25)),
 ]

@@ -24,9 +24,9 @@ def test_points_cover_the_losses(
     q: float, z: float, steps: float, widest: float, direction: Direction
 ) -> None:
     step = steps * q * math.sqrt(math.expm1(min(1 / z**2, 4.0)))
-    pair = PoissonPair(q, z)
-    points = lattice_points(pair, Lattice(step, widest, 0.03, 1e-15), direction)
-    low, high = pair.span(1e-15)
+    law = PoissonPair(q, z).law
+    points = lattice_points(law, Lattice(step, widest, 0.03, 1e-15), direction)
+    low, high = law.span(1e-15)
     assert points.loss[0] <= low
     assert points.loss[-1] >= min(high, 600.0) - step * (widest + 0.03 * len(points.index))
     assert (np.diff(points.index) >= 1).all()

@@ -21,8 +21,8 @@ class TestPoissonPair(PairConformance):
 
 def test_smallest_masses_are_relatively_accurate() -> None:
     q, z, lattice = 1e-3, 1.0, Lattice(1e-4, 100.0, 0.03, 1e-40)
-    low = dominated(PoissonPair(q, z), lattice, Direction.REMOVE)
-    up = dominating(PoissonPair(q, z), lattice, Direction.REMOVE)
+    low = dominated(PoissonPair(q, z).law, lattice, Direction.REMOVE)
+    up = dominating(PoissonPair(q, z).law, lattice, Direction.REMOVE)
     for epsilon in (0.1, 1.0, 3.0, 5.0):
         exact = float(poisson_delta(q, z, epsilon, Direction.REMOVE))  # down to 1e-27
         assert exact * 0.97 < delta_of(low, lattice, epsilon) < exact
@@ -32,7 +32,7 @@ def test_smallest_masses_are_relatively_accurate() -> None:
 def test_jumps_far_apart_leave_the_bulk_in_one_atom() -> None:
     # At z = 0.25 the user is seen or not: a step far above the bulk's width must not blur it.
     q, z, lattice = 1e-4, 0.25, Lattice(0.1, 1.0, 0.03, 1e-14)
-    atoms = dominated(PoissonPair(q, z), lattice, Direction.REMOVE)
+    atoms = dominated(PoissonPair(q, z).law, lattice, Direction.REMOVE)
     assert atoms.mass.max() > 1 - 2 * q
     assert -q < losses(atoms, lattice)[atoms.mass.argmax()] < 0.0
 

@@ -45,10 +45,10 @@ def test_calibration_finds_the_least_noise_where_delta_covers_all_users_sampled(
 @pytest.mark.parametrize("pair", [PoissonPair(1e-6, 0.05), PoissonPair(1e-6, 0.1, examples=3)])
 def test_no_loss_of_an_added_user_is_above_the_largest(pair: PoissonPair) -> None:
     examples = getattr(pair, "examples", 1)
-    assert pair.least == pytest.approx(examples * math.log1p(-pair.q), rel=1e-12)
+    assert pair.law.least == pytest.approx(examples * math.log1p(-pair.q), rel=1e-12)
     # The probability of a loss near the least is almost 1, and none is below it.
-    losses = np.array([pair.least * (1 + 1e-9), pair.least * (1 - 1e-3)])
-    assert list(pair.masses(losses)[1]) == pytest.approx([0.0, 1.0, 0.0], abs=1e-5)
+    losses = pair.law.least * np.array([1 + 1e-9, 1 - 1e-3])
+    assert list(pair.law.masses(losses)[1]) == pytest.approx([0.0, 1.0, 0.0], abs=1e-5)
 
 
 @pytest.mark.parametrize("z", [0.021, 0.025, 0.03, 0.04, 0.05])

@@ -239,11 +239,6 @@ def tilt(untilted: Losses, c: float) -> Tilted:
     return Tilted(untilted, powers, log_mgf, mass)
 
 
-def log_absent(q: Vector) -> Vector:
-    """Return log(1 − q), −∞ for q = 1."""
-    return np.log1p(-q, out=np.full(q.shape, -np.inf), where=q < 1)
-
-
 def log_likelihood_ratio(log_r: Vector, q: Vector) -> Vector:
     """Return log(1 − q + q·r), with a small relative error for tiny q and for q = 1."""
     rise = q * np.expm1(np.minimum(log_r, 500.0))
@@ -251,7 +246,7 @@ def log_likelihood_ratio(log_r: Vector, q: Vector) -> Vector:
     far = (rise <= -0.5) | (log_r >= 500.0)
     if not far.any():
         return log_ratio
-    return np.where(far, np.logaddexp(log_absent(q), np.log(q) + log_r), log_ratio)
+    return np.where(far, np.logaddexp(log1p(-q), np.log(q) + log_r), log_ratio)
 
 
 def window(q: Vector, z: Vector, log_tail: float, view: View) -> tuple[Vector, Vector]:
@@ -335,22 +330,20 @@ def _powers(start: Vector, angle: Vector, count: int) -> ComplexVector:
 def gauss_legendre(nodes: int) -> tuple[Vector, Vector]:
     """Return Gauss–Legendre nodes on [−1, 1], increasing, and the logarithms of their weights: [n].
 
-    Weights are 2/((1 − x²)·P′(x)²), which hardly depends on the last digit of x; those of SciPy
-    lose up to nine digits near the ends. Newton's method finds the nodes from Tricomi's guess.
+    Their number n is even. Weights are 2/((1 − x²)·P′(x)²), which hardly depends on the last digit
+    of x; those of SciPy lose up to nine digits near the ends. Newton's method finds the nodes from
+    Tricomi's guess.
     """
-    angle = np.pi * (np.arange((nodes + 1) // 2) + 0.75) / (nodes + 0.5)
-    place = (1 - (nodes - 1) / (8 * nodes**3)) * np.cos(angle)  # the nodes ≥ 0
+    angle = np.pi * (np.arange(nodes // 2) + 0.75) / (nodes + 0.5)
+    place = (1 - (nodes - 1) / (8 * nodes**3)) * np.cos(angle)  # the nodes > 0
     for _ in range(3):
         value = eval_legendre(nodes, place)
         slope = nodes * (place * value - eval_legendre(nodes - 1, place))  # (x² − 1)·P′
         place -= value * (place**2 - 1) / slope
-    if nodes % 2:
-        place[-1] = 0.0
     slope = nodes * (place * eval_legendre(nodes, place) - eval_legendre(nodes - 1, place))
     log_weight = np.log(2 * (1 - place**2) / slope**2)
-    others = slice(nodes % 2, None)  # the mirror images, without a node at 0
-    places = np.concatenate([-place, place[::-1][others]])
-    return places, np.concatenate([log_weight, log_weight[::-1][others]])
+    places = np.concatenate([-place, place[::-1]])
+    return places, np.concatenate([log_weight, log_weight[::-1]])
 
 
 def decay(tilted: Tilted, t: float) -> Vector:

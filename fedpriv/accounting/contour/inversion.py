@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import log_ndtr, ndtri_exp
+from scipy.special import log1p, log_ndtr, ndtri_exp
 
 from fedpriv.accounting.contour.cumulant import (
     EPS,
@@ -36,26 +36,17 @@ from fedpriv.accounting.contour.cumulant import (
     LARGEST_ANGLE,
     ComplexVector,
     DirectedRounds,
-    Losses,
     RoundSettings,
     Tilted,
     View,
     decay,
-    log_absent,
     log_errors,
     log_mgf_along,
     losses,
     support,
     tilt,
 )
-from fedpriv.accounting.round_counts import (
-    Direction,
-    Ends,
-    Rounds,
-    Vector,
-    arrays,
-    grouped,
-)
+from fedpriv.accounting.round_counts import Direction, Ends, Rounds, Vector, arrays, grouped
 from fedpriv.errors import UnsupportedEventError
 
 _LEAST_LOG_DELTA = math.log(1e-100)  # of the smallest δ
@@ -179,9 +170,7 @@ class _Moments(NamedTuple):
     variance: Vector
 
 
-@lru_cache(maxsize=16)
-def _survey(settings: RoundSettings, log_tail: float) -> Losses:
-    return settings.survey(log_tail)
+_survey = lru_cache(maxsize=16)(RoundSettings.survey)
 
 
 @lru_cache(maxsize=2048)
@@ -215,12 +204,8 @@ def _saddle(rounds: DirectedRounds, log_tail: float, excess: Callable[[_Saddle],
         low, high = high, high + 2 * _GRID
     while gap(low) < 0 and low > -_LARGEST_PLACE:
         low, high = low - 2 * _GRID, low
-    if gap(high) > 0:
-        return at(high)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if gap(middle) > 0 else (low, middle)
-    return at(low)
+    above = range(low + 1, high + 1)
+    return at(low + bisect_left(above, x=True, key=lambda place: gap(place) <= 0))
 
 
 def _plan(
@@ -370,7 +355,8 @@ def _along(settings: RoundSettings, plan: ContourPlan, rounds: float) -> Iterato
         return None
 
     def along(part: _Part) -> _Along:
-        tilted = tilt(part.losses(), plan.c)
+        one, ends, nodes = part.one, (part.low, part.high), int(part.nodes.max())
+        tilted = tilt(losses(one.q, one.z, ends, one.view, nodes), plan.c)
         values = log_mgf_along(tilted, step, points)
         error = part.relative_error(tilted, part.log_error)[:, None]
         error = error + tilted.rounding[:, None] * step * np.arange(points)
@@ -401,11 +387,6 @@ class _Part:
     log_rho: Vector  # [p]
     log_error: Vector  # [p] along the contour
     further_error: Vector  # the same at the further tilt, where Im w = 0
-
-    def losses(self) -> Losses:
-        """Return the losses at the nodes."""
-        one, nodes = self.one, int(self.nodes.max())
-        return losses(one.q, one.z, (self.low, self.high), one.view, nodes)
 
     def relative_error(self, tilted: Tilted, log_error: Vector) -> Vector:
         """Return bounds on errors of E[e^{wL}]/E[e^{cL}], with the rounding of E[e^{cL}]: [p]."""
@@ -465,15 +446,16 @@ def epsilon_interval(rounds: Rounds, delta: float, views: Views = USERS) -> Ends
         """
         if (most := _largest_loss(setting)) <= low:
             return most
-        log_rest = _log_allowed(log_delta, setting.number * math.exp(plan.log_tail))
-        renyi = (cumulant_bound(setting, plan) - log_rest - conversion(plan.c)) / plan.c
+        rest = delta - setting.number * math.exp(plan.log_tail)
+        if rest <= 0.0:
+            return most
+        renyi = (cumulant_bound(setting, plan) - math.log(rest) - conversion(plan.c)) / plan.c
         return max(0.0, min(renyi, most))
 
     def plan_of(few: DirectedRounds, up: float) -> ContourPlan:
         return plan_at_delta(few, log_delta) if up == math.inf else plan_at_epsilon(few, up)
 
-    ends_of = partial(_epsilon_ends, log_delta=log_delta)
-    return _worse(rounds, views, plan_of, ends_of, ceiling, 1e-9)
+    return _worse(rounds, views, plan_of, partial(_epsilon_ends, delta=delta), ceiling, 1e-9)
 
 
 def delta_interval(rounds: Rounds, epsilon: float, views: Views = USERS) -> Ends:
@@ -596,19 +578,16 @@ def _directed(rounds: Rounds, view: View) -> tuple[DirectedRounds, DirectedRound
     return setting, groups
 
 
-def _epsilon_ends(sums: Contour, log_delta: float) -> Ends:
+def _epsilon_ends(sums: Contour, delta: float) -> Ends:
     """Return ends of ε at which the bounds of δ, which decreases with ε, are above and below δ."""
     epsilon = sums.plan.epsilon
-
-    def scale(at: float) -> float:
-        return float(sums.log_scale(np.array(at)))
-
     left, right = -math.inf, math.inf
     for _ in range(50):  # Newton's method for log δ, which need not be concave, within a bracket
         value, slope = sums.value(epsilon)
         if not (value > 0.0 and slope > 0.0):
             return 0.0, math.inf
-        excess = math.log(value) + scale(epsilon) - log_delta
+        scale = float(sums.log_scale(np.array(epsilon)))
+        excess = math.log(value) + scale - math.log(delta)
         left, right = (epsilon, right) if excess > 0.0 else (left, epsilon)
         before, epsilon = epsilon, max(epsilon + excess * value / slope, 0.0)
         if abs(epsilon - before) <= 1e-13 * (epsilon + value / slope):
@@ -616,35 +595,22 @@ def _epsilon_ends(sums: Contour, log_delta: float) -> Ends:
         if not left < epsilon < right:
             epsilon = max((left + right) / 2, 0.0)
     below, above = map(float, sums.bounds(np.array(epsilon)))
-    log_rest = _log_allowed(log_delta, sums.dropped)
+    above += sums.dropped * math.exp(min(-scale, 700.0))
     least = 1e-13 * (epsilon + value / slope)
-    dropped = sums.dropped * math.exp(min(-scale(epsilon), 700.0))
 
-    def log_bound(at: float, side: int) -> float:
-        return _log(float(sums.bounds(np.array(at))[side])) + scale(at)
+    def bound(at: float, side: int) -> float:
+        return float(sums.delta_ends(np.array(at))[side])
 
-    ups = (epsilon + step * ((above + dropped - value) / slope + least) for step in _STEPS)
-    up = next((at for at in ups if -math.inf < log_bound(at, 1) <= log_rest), math.inf)
-    if not below > 0.0:
-        return 0.0, up
+    ups = (epsilon + step * ((above - value) / slope + least) for step in _STEPS)
+    up = next((at for at in ups if bound(at, 1) < delta), math.inf)
     lows = (epsilon - step * ((value - below) / slope + least) for step in _STEPS)
-    low = next((at for at in lows if at <= 0.0 or log_bound(at, 0) >= log_delta), 0.0)
+    low = next((at for at in lows if at <= 0.0 or bound(at, 0) >= delta), 0.0)
     return max(low, 0.0), up
-
-
-def _log(x: float) -> float:
-    return math.log(x) if x > 0.0 else -math.inf
-
-
-def _log_allowed(log_delta: float, dropped: float) -> float:
-    """Return log(δ − dropped), −∞ if that is not positive."""
-    share = dropped * math.exp(-log_delta)
-    return log_delta + math.log1p(-share) if share < 1.0 else -math.inf
 
 
 def _largest_loss(setting: DirectedRounds) -> float:
     """Return an upper bound of the loss of all rounds, rounded up."""
     if setting.view.direction is Direction.REMOVE:
         return math.inf
-    loss = np.minimum(-log_absent(setting.q), _BEYOND)
+    loss = np.minimum(-log1p(-setting.q), _BEYOND)
     return setting.view.examples * setting.sum(loss) * (1 + 1e-12)

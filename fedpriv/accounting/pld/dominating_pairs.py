@@ -13,13 +13,33 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import erf
 
-from fedpriv.accounting.pld.lattice import SKETCH_NODES, GaussianPair, Sketch, sketched
+from fedpriv.accounting.pld.lattice import SKETCH_NODES, GaussianPair, LossLaw, Sketch, sketched
 from fedpriv.accounting.pld.sampled_examples import PoissonPair, gaussian_masses
 from fedpriv.accounting.round_counts import Vector
 
 
 @dataclass(frozen=True)
-class ReplacePair(GaussianPair):
+class SymmetricPair(GaussianPair, LossLaw):
+    """A pair whose loss has the same law in both directions; the pair is that law."""
+
+    @property
+    def resolution(self) -> float:
+        """Approximate relative difference between the masses of a loss near 0, at most q."""
+        return self.q
+
+    def centre(self, step: float) -> float:  # noqa: ARG002
+        """Return 0, the loss of merged outputs of opposite losses."""
+        return 0.0
+
+    def at_least_as_bad(self, tail: float) -> LossLaw:  # noqa: ARG002
+        """Return the pair's exact loss."""
+        return self
+
+    at_most_as_bad = at_least_as_bad
+
+
+@dataclass(frozen=True)
+class ReplacePair(SymmetricPair):
     """A Poisson-sampled round when one user is replaced by another; the pair of some round.
 
     The others' random sum and the user's coin have the same law for both neighbours. So for updates
@@ -79,7 +99,7 @@ class ReplacePair(GaussianPair):
 
 
 @dataclass(frozen=True)
-class FixedSizePair(GaussianPair):
+class FixedSizePair(SymmetricPair):
     """A round on m of N users, drawn without replacement, when one is replaced; q is m/N.
 
     Fix the other m − 1 users of a cohort with the user in question, and the substitute that
@@ -102,7 +122,7 @@ class FixedSizePair(GaussianPair):
 
     def span(self, tail: float) -> tuple[float, float]:
         """Return losses with at most `tail` of P and of Q on either side of them."""
-        _, high = PoissonPair(self.q, self.z).span(tail)
+        _, high = PoissonPair(self.q, self.z).law.span(tail)
         return -high, high
 
     def masses(self, edges: Vector) -> Vector:
@@ -123,4 +143,4 @@ class FixedSizePair(GaussianPair):
 
     def _positive(self, edges: Vector) -> Vector:
         """Return the masses of positive losses: [3, edges + 1]."""
-        return PoissonPair(self.q, self.z).masses(np.append(0.0, np.maximum(edges, 0.0)))[:, 1:]
+        return PoissonPair(self.q, self.z).law.masses(np.append(0.0, np.maximum(edges, 0.0)))[:, 1:]

@@ -11,8 +11,7 @@ Masses of outputs are [3, outputs] arrays: P, Q, and P − Q computed without ca
 """
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, Self
@@ -63,22 +62,19 @@ class Sketch:
     middle: float  # a loss with most of the mass nearby, or of outputs that reveal nearly nothing
 
 
-class LossLaw(ABC):
+class LossLaw(Protocol):
     """The loss L = log(dP/dQ) of a pair: masses between any losses, without direction or lattice.
 
     For lower bounds, outputs may be sorted by an approximate loss; for upper bounds they may not.
     """
 
     @property
-    @abstractmethod
     def resolution(self) -> float:
         """Least r such that a relative error x in masses moves L by (1 − e^{−|L|} + 2r)·x."""
 
-    @abstractmethod
     def span(self, tail: float) -> tuple[float, float]:
         """Return finite losses with at most about `tail` of P and of Q on either side of them."""
 
-    @abstractmethod
     def centre(self, step: float) -> float:
         """Return the loss c of the merged outputs that have losses in [c − step, c + step].
 
@@ -86,11 +82,9 @@ class LossLaw(ABC):
         round of a lower bound would lose some loss.
         """
 
-    @abstractmethod
     def masses(self, edges: Vector) -> Vector:
         """Return masses below, between and above the losses `edges`: [3, edges + 1]."""
 
-    @abstractmethod
     def sketch(self, tail: float) -> Sketch:
         """Return an approximate loss, without losses that are rarer than `tail`."""
 
@@ -123,8 +117,8 @@ Pairs = Mapping[LossPair, int]
 
 
 @dataclass(frozen=True)
-class GaussianPair(LossLaw):
-    """The pair of one release with Gaussian noise, which depends only on q and z."""
+class GaussianPair:
+    """The pair of one release with Gaussian noise, of one kind, by q and z."""
 
     q: float  # probability that a user is in the cohort, in (0, 1]
     z: float  # noise_stddev per sensitivity, ≥ 0
@@ -134,45 +128,9 @@ class GaussianPair(LossLaw):
         """Distance between the two means for q = 1, in sensitivities."""
         return 1.0
 
-    @property
-    def least(self) -> float:
-        """Infimum of the loss when a user is removed."""
-        return -math.inf
-
-    def centre(self, step: float) -> float:  # noqa: ARG002
-        """Return 0, the loss of merged outputs of opposite losses if the loss is symmetric."""
-        return 0.0
-
-    @property
-    def resolution(self) -> float:
-        """Approximate relative difference between the masses of a loss near 0, at most q."""
-        return self.q
-
     def at(self, q: float, z: float) -> Self:
         """Return the pair of the same kind with other q and z."""
         return replace(self, q=q, z=z)
-
-    def at_most_as_bad(self, tail: float) -> LossLaw:  # noqa: ARG002
-        """Return the pair's exact loss."""
-        return self
-
-    def at_least_as_bad(self, tail: float) -> LossLaw:  # noqa: ARG002
-        """Return the pair's exact loss."""
-        return self
-
-
-def merging_point(ends: Vector, merged_around: Callable[[Vector], Vector]) -> float:
-    """Return the `centre` of a law, between two losses, by a coarse search and fixed-point steps.
-
-    An interval with nearly all of the mass merges into the same point for any ends, so the result
-    is exact if nearly all mass is in one.
-    """
-    candidates: Vector = np.linspace(ends[0], ends[1], 33)
-    below = merged_around(candidates) < candidates
-    centre = candidates[max(1, int(np.argmax(below))) - 1 :][:1]
-    for _ in range(3):
-        centre = merged_around(centre)
-    return float(centre[0])
 
 
 @dataclass(frozen=True)
@@ -363,7 +321,7 @@ def _atoms(
 
 
 @dataclass(frozen=True, eq=False)
-class DiscreteLaw(LossLaw):
+class DiscreteLaw:
     """The loss of [outputs] with masses under P and Q, which need not sum to 1.
 
     Outputs without mass under P have the loss −∞, others without mass under Q the loss ∞.

@@ -18,10 +18,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import logsumexp
+from scipy.special import log1p, logsumexp
 
 from fedpriv.accounting import gaussian, round_counts
-from fedpriv.accounting.contour.cumulant import log_absent
 from fedpriv.accounting.contour.inversion import conversion
 from fedpriv.accounting.pld.fft import Composition, FftWindow, compose_atoms
 from fedpriv.accounting.pld.lattice import (
@@ -158,7 +157,7 @@ def noise_of_sampled(pairs: Pairs, tail: float) -> float:
         return 0.0
     share, count = np.array(list(map(_share, pairs))), np.array(list(pairs.values()), np.float64)
     square, weights = (z.min() / z) ** 2, np.geomspace(1e-6, 1e3, 100)
-    growth = np.logaddexp(log_absent(share), np.log(share) + weights[:, None] * square)
+    growth = np.logaddexp(log1p(-share), np.log(share) + weights[:, None] * square)
     bound = float(((growth @ count - math.log(tail)) / weights).min(initial=float(square @ count)))
     return float(z.min()) / math.sqrt(bound * (1.0 + 1e-9))
 
@@ -170,8 +169,12 @@ def _share(pair: LossPair) -> float:
 
 def _largest_added(pairs: Pairs) -> float:
     """Return an upper bound of the loss of all events when a user is added."""
-    least = (n * (p.least if isinstance(p, GaussianPair) else -math.inf) for p, n in pairs.items())
-    return -sum(least) * (1.0 + 2.0**-30)
+    most = 0.0
+    for pair, count in pairs.items():
+        if not isinstance(pair, PoissonPair) or pair.q == 1.0:
+            return math.inf
+        most -= count * pair.examples * math.log1p(-pair.q)
+    return most * (1.0 + 2.0**-30)
 
 
 def _closed_form(pairs: Pairs) -> float | None:

@@ -38,15 +38,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy.special import ndtr, ndtri
 
-from fedpriv.accounting.pld.lattice import (
-    SKETCH_NODES,
-    GaussianPair,
-    LossLaw,
-    Sketch,
-    merging_point,
-)
+from fedpriv.accounting.pld.lattice import SKETCH_NODES, DiscreteLaw, GaussianPair, Sketch
 from fedpriv.accounting.round_counts import Vector
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(6)
@@ -94,7 +89,7 @@ def binomial(trials: int, q: float) -> Vector:
 
 
 @dataclass(frozen=True, eq=False)
-class MixtureLaw(LossLaw):
+class MixtureLaw:
     """The loss of Σ_j w_j·N(j, z²) against N(0, z²), for some counts j ≥ 0, not only 0."""
 
     counts: Vector  # [n] ascending
@@ -152,9 +147,18 @@ class MixtureLaw(LossLaw):
         return float(low), float(high)
 
     def centre(self, step: float) -> float:
-        """Return the `merging_point`."""
-        ends = self.loss(np.array([-8.0, 4.0]) * self.z)
-        return merging_point(ends, lambda c: self._merged_around(c, step))
+        """Return the loss that `LossLaw` wants, by a coarse search and fixed-point steps.
+
+        An interval with nearly all of the mass merges into the same point for any ends, so the
+        result is exact if nearly all mass is in one.
+        """
+        first, last = self.loss(np.array([-8.0, 4.0]) * self.z)
+        candidates: Vector = np.linspace(first, last, 33)
+        below = self._merged_around(candidates, step) < candidates
+        centre = candidates[max(1, int(np.argmax(below))) - 1 :][:1]
+        for _ in range(3):
+            centre = self._merged_around(centre, step)
+        return float(centre[0])
 
     def masses(self, edges: Vector) -> Vector:
         """Return masses below, between and above the losses `edges`: [3, edges + 1]."""
@@ -206,13 +210,8 @@ class MixtureLaw(LossLaw):
     def _merged_around(self, c: Vector, step: float) -> Vector:
         """Return the loss of the merged outputs of [c − h, c + h]; c if these have no mass."""
         low, high = (self.sample_at(c + side * step) for side in (-1, 1))
-        p, q, gap = self._masses_of(low, high)
-        has_mass = (p > 0) & (q > 0)
-        # The difference of logarithms cancels only near 0.
-        loss = np.log(np.where(has_mass, p, 1.0)) - np.log(np.where(has_mass, q, 1.0))
-        is_near = has_mass & (np.abs(loss) < 0.5)
-        ratio = np.divide(gap, q, out=np.zeros(gap.shape), where=is_near)
-        return np.where(has_mass, np.where(is_near, np.log1p(ratio), loss), c)
+        merged = DiscreteLaw(*self._masses_of(low, high))
+        return np.where((merged.p > 0) & (merged.q > 0), merged.loss, c)
 
 
 def _log_sum(exponent: Vector) -> tuple[Vector, Vector]:
@@ -238,32 +237,22 @@ class PoissonPair(GaussianPair):
         """Distance k that a user moves the sum if all its examples are drawn."""
         return float(self.examples)
 
-    @property
-    def least(self) -> float:
-        """Infimum of the loss: k·log(1 − q)."""
-        return self.examples * math.log1p(-self.q) if self.q < 1.0 else -math.inf
-
-    @property
-    def resolution(self) -> float:
-        """About the probability that any example of a user is drawn."""
-        return self.law.resolution
-
-    def at_most_as_bad(self, tail: float) -> LossLaw:
+    def at_most_as_bad(self, tail: float) -> MixtureLaw:
         """Return a loss with few counts j: rare counts, and those of a run, move inward."""
         return self._laws(tail)[0]
 
-    def at_least_as_bad(self, tail: float) -> LossLaw:
+    def at_least_as_bad(self, tail: float) -> MixtureLaw:
         """Return a loss with few counts j: rare counts, and those of a run, move outward."""
         return self._laws(tail)[1]
 
-    def _laws(self, tail: float) -> tuple[LossLaw, LossLaw]:
+    def _laws(self, tail: float) -> tuple[MixtureLaw, MixtureLaw]:
         # If losses down to log w_0 are common, e^ε times the cut matters, so the cut is squared.
         weights, cut = self.law.weights, max(tail, _LEAST_CUT) ** 2
         first = int(np.searchsorted(np.cumsum(weights), cut, side="right"))
         last = len(weights) - 1 - int(np.searchsorted(np.cumsum(weights[::-1]), cut, side="right"))
         last = max(last, min(1, len(weights) - 1))  # a lower bound needs a positive count
         if (first, last) == (0, len(weights) - 1) and len(weights) <= _MOST_COUNTS:
-            return self, self
+            return self.law, self.law
         # Counts of a run differ by far less than the standard deviation of all counts.
         starts = np.arange(first, last + 1, -(-(last + 1 - first) // _MOST_COUNTS))
         ends, runs = np.append(starts[1:] - 1, last), np.add.reduceat(weights[: last + 1], starts)
@@ -274,22 +263,6 @@ class PoissonPair(GaussianPair):
         above = _mixture([*counts, self.law.counts[-1]], [runs[0] + under, *runs[1:], over], self.z)
         return below, above
 
-    def span(self, tail: float) -> tuple[float, float]:
-        """Return losses with at most `tail` of P and of Q on either side of them."""
-        return self.law.span(tail)
-
-    def centre(self, step: float) -> float:
-        """Return the `merging_point`."""
-        return self.law.centre(step)
-
-    def masses(self, edges: Vector) -> Vector:
-        """Return masses below, between and above the losses `edges`: [3, edges + 1]."""
-        return self.law.masses(edges)
-
-    def sketch(self, tail: float) -> Sketch:
-        """Return the loss at evenly spaced outputs."""
-        return self.law.sketch(tail)
-
     @cached_property
     def law(self) -> MixtureLaw:
         """The exact loss."""
@@ -299,14 +272,7 @@ class PoissonPair(GaussianPair):
         return _mixture(np.arange(k + 1.0), binomial(k, q), self.z)
 
 
-def _mixture(
-    counts: "Vector | list[float]", weights: "Vector | list[float]", z: float
-) -> MixtureLaw:
+def _mixture(counts: ArrayLike, weights: ArrayLike, z: float) -> MixtureLaw:
     """Return the law of the counts with positive weights."""
     j, w = np.asarray(counts, np.float64), np.asarray(weights, np.float64)
     return MixtureLaw(j[w > 0], w[w > 0], z)
-
-
-def examples_pair(examples: int, q: float, z: float) -> PoissonPair:
-    """Return the pair of a round with up to k examples of a user, of which k = 1 if q is 1."""
-    return PoissonPair(1.0, z / examples) if q == 1.0 else PoissonPair(q, z, examples)
