@@ -244,17 +244,17 @@ def table(results: Results) -> list[str]:
     }
     lines = ["| step, model | " + " | ".join(NAMES) + " |"]
     accuracy = (f"{np.mean(usual[task]):.1f}" for task in NAMES)
-    lines.append("| fedadam, last: accuracy | " + " | ".join(accuracy) + " |")
-    for step in RATES:
+    lines.append("| default, last: accuracy | " + " | ".join(accuracy) + " |")
+    for title, step in {"default": "fedadam", **dict(zip(RATES, RATES, strict=True))}.items():
         for kind in ("last", "third", "half", "ema 0.8", "ema 0.9"):
             gains = []
             for task in NAMES:
-                rate = results.rate_for(task, step)
+                rate = _USUAL if title == "default" else results.rate_for(task, step)
                 runs = [results.reached(task, step, rate, seed)[kind] for seed in SEEDS]
                 gain = np.subtract(runs, usual[task])
                 error = gain.std(ddof=1) / math.sqrt(len(gain))
                 gains.append(f"{gain.mean():+.1f} ± {error:.1f}")
-            lines.append(f"| {step}, {kind} | " + " | ".join(gains) + " |")
+            lines.append(f"| {title}, {kind} | " + " | ".join(gains) + " |")
     return lines
 
 
