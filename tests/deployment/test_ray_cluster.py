@@ -166,7 +166,8 @@ def cluster(folder: Path, python: Path, *code: str) -> Iterator[Cluster]:
         head = subprocess.Popen(
             [
                 *(python, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
-                *("--port=0", "--num-cpus=2", "--include-dashboard=false", f"--temp-dir={scratch}"),
+                *("--port=0", "--min-worker-port=0", "--max-worker-port=0"),  # all free ones
+                *("--num-cpus=2", "--include-dashboard=false", f"--temp-dir={scratch}"),
             ],
             cwd=folder,
             env=environment | of_head | {"RAY_START_HOOK": "hook.close"},
