@@ -227,6 +227,14 @@ class ShownBallot(Ballot):
         pass
 
 
+async def _ended() -> None:
+    """Wait until all that was cancelled on this loop has ended."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
 @pytest.fixture
 def world(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -259,6 +267,7 @@ def world(
         stack.callback(loop.close)
         stack.callback(thread.join)
         stack.callback(loop.call_soon_threadsafe, loop.stop)
+        stack.callback(lambda: asyncio.run_coroutine_threadsafe(_ended(), loop).result(60.0))
         made.ledgers = dict.fromkeys(USERS, made.ledger("a.sqlite", EVENT, EVENT))
         yield made
         for node in [*made.running]:
