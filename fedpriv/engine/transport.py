@@ -118,7 +118,7 @@ class InProcessTransport(Transport):
     processes: int | None = None
     limited: bool = False  # whether rounds limit the time of users, who then train in forks
     path: Path = "auto"  # whether users train alone or side by side
-    timed: bool = False  # whether to measure which is faster, instead of following a fixed rule
+    timed: bool = True  # whether to measure which is faster, instead of following a fixed rule
     # Public facts that determine shapes: the expected number of users in a round, and the largest
     # number of rows of a user. None: all users of the store, and any number.
     cohort: int | None = None
