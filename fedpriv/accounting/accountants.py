@@ -71,7 +71,7 @@ ADD_OR_REMOVE, REPLACE = NeighbouringRelation
 PairOf = Callable[[float, float], PoissonPair | SymmetricPair]  # from (q, z)
 
 _GROUPS = 4096, 64  # numbers of groups of rounds to try, in order
-_FAINT = 0.2  # noise below which rounds can be so rare that δ covers them
+_LITTLE_NOISE = 0.2  # noise below which rounds can be so rare that δ covers them
 _WIDE = 0.1  # relative width from which looser bounds are tried
 
 
@@ -178,8 +178,8 @@ def tightest_epsilon(pairs: Pairs, delta: float) -> Ends:
     interval = contour.epsilon_interval, pld.epsilon_interval
     low, up = _tightest(pairs, delta, *interval)
     if low < (1.0 - _WIDE) * up:
-        others, share = _without_faint(pairs)
-        if others and share < delta:
+        others, share = _without_little_noise(pairs)
+        if others and delta - share >= LEAST_DELTA:  # below it, ends are not certified
             low = max(low, _tightest(others, delta, *interval)[0])
             up = min(up, _tightest(others, delta - share, *interval)[1])
         up = min(up, rdp.epsilon_from_rdp(rdp.DEFAULT_ORDERS, _rdp_above(pairs), delta))
@@ -194,10 +194,10 @@ def tightest_delta(pairs: Pairs, epsilon: float) -> Ends:
     interval = contour.delta_interval, pld.delta_interval
     low, up = _tightest(pairs, epsilon, *interval)
     if low < (1.0 - _WIDE) * up:
-        others, share = _without_faint(pairs)
+        others, share = _without_little_noise(pairs)
         if others and share < up:
             ends = _tightest(others, epsilon, *interval)
-            low, up = max(low, ends[0]), min(up, ends[1] + share)
+            low, up = max(low, ends[0]), min(up, (ends[1] + share) * (1.0 + 2.0**-50))
         up = _capped_delta(pairs, epsilon, up)
     return low, up
 
@@ -216,15 +216,15 @@ def tightest_deltas(pairs: Pairs, epsilons: Sequence[float], near: Sequence[floa
     return ups
 
 
-def _without_faint(pairs: Pairs) -> tuple[Pairs, float]:
+def _without_little_noise(pairs: Pairs) -> tuple[Pairs, float]:
     """Return the pairs without those of little noise, and the `pld.exposure` of the latter.
 
     The others alone cost no more at δ, and no less at δ minus the exposure, which counts as a loss
     that is infinite (see `pld.exposure`).
     """
-    faint = {pair: n for pair, n in pairs.items() if pair.z < _FAINT}
-    others = {pair: n for pair, n in pairs.items() if pair not in faint}
-    return others, pld.exposure(faint) * (1.0 + 2.0**-30)
+    rare = {pair: n for pair, n in pairs.items() if pair.z < _LITTLE_NOISE}
+    others = {pair: n for pair, n in pairs.items() if pair not in rare}
+    return others, pld.exposure(rare) * (1.0 + 2.0**-30)
 
 
 def _capped_delta(pairs: Pairs, epsilon: float, up: float) -> float:
