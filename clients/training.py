@@ -72,8 +72,7 @@ class Host:
         check_task(task, blank)
         device, activations = machine_of(settings)
         place = users, device, chunk_memory_of(None, device), hosted
-        # It is not timed, because otherwise nodes could differ by rounding.
-        transport = InProcessTransport(task, *place, limited=True, timed=False)
+        transport = InProcessTransport(task, *place, limited=True)
         transport = replace(transport, activations=activations, processes=settings.processes)
         single = UserStore(blank, np.array([0, 1]))
         _warm_up(replace(transport, users=single, hosted=None))

@@ -142,7 +142,7 @@ def measure(scale: Scale, folder: Path) -> Found:
             name: str, store: UserStore, task: Task, cohort: int, local: LocalTraining
         ) -> Iterator[float]:
             cpu = torch.device("cpu")
-            transport = InProcessTransport(task, store, cpu, chunk_memory_of(None, cpu))
+            transport = InProcessTransport(task, store, cpu, chunk_memory_of(None, cpu), timed=True)
             return stack.enter_context(rounds_of(folder / f"{name}-run", transport, cohort, local))
 
         stores = [saved(folder / str(n), n, *_FEW) for n in (scale.users, scale.fewer)]

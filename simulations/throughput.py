@@ -155,7 +155,7 @@ def speeds_of(
     }
     for mebibytes, kind in itertools.product(chunk_mebibytes, activations):
         memory = chunk_memory_of(mebibytes, device)
-        transport = InProcessTransport(task, users, device, memory, activations=kind)
+        transport = InProcessTransport(task, users, device, memory, activations=kind, timed=True)
         name = f"fedpriv on {device.type}"
         name += "" if mebibytes is None else f", chunks of {mebibytes} MiB"
         name += "" if kind == "float32" else f", {kind}"

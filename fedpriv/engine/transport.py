@@ -118,7 +118,9 @@ class InProcessTransport(Transport):
     processes: int | None = None
     limited: bool = False  # whether rounds limit the time of users, who then train in forks
     path: Path = "auto"  # whether users train alone or side by side
-    timed: bool = True  # whether to measure which is faster, instead of following a fixed rule
+    # Whether to measure which is faster, instead of following a fixed rule. Then processes may
+    # choose differently, and their sums differ by rounding.
+    timed: bool = False
     # Public facts that determine shapes: the expected number of users in a round, and the largest
     # number of rows of a user. None: all users of the store, and any number.
     cohort: int | None = None

@@ -86,7 +86,6 @@ def _trainer(packed: bytes) -> NodeTrainer:
             activations=activations_named(engine.activations, device),
             processes=1,  # Ray gives each worker one core
             path=engine.path,
-            timed=False,  # otherwise workers could differ by rounding
         )
     )
 

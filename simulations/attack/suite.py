@@ -120,7 +120,6 @@ class AttackedPlan:
             activations=engine.activations,
             processes=engine.processes or 1,  # a cohort of few is trained before it is sent
             path=engine.path,
-            timed=False,  # or worlds could differ by rounding
         )
 
     def run(self, transport: Transport, entropy: Entropy) -> Released:

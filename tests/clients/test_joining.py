@@ -19,7 +19,7 @@ from fedpriv.clients.connection import Backoff
 from fedpriv.clients.membership import NodeSettings, take_part
 from fedpriv.clients.users import load_users
 from fedpriv.clients.worker import HostSettings
-from fedpriv.engine.transport import InProcessTransport
+from fedpriv.engine.transport import InProcessTransport, chunk_memory_of
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.experiment.build import build_task
 from fedpriv.privacy.round import add_up
@@ -69,7 +69,8 @@ def in_process(users: Path, positions: list[int]) -> InProcessTransport:
     order = np.argsort([store.id_of(user) for user in range(store.population)])
     hosted = np.empty(len(positions), np.int64)
     hosted[order] = positions
-    return InProcessTransport(task, store, torch.device("cpu"), 10**6, hosted, processes=1)
+    cpu = torch.device("cpu")
+    return InProcessTransport(task, store, cpu, chunk_memory_of(None, cpu), hosted, limited=True)
 
 
 def expected_sum(users: Path, positions: list[int]) -> np.ndarray:

@@ -12,6 +12,7 @@ from torch import nn
 from fedpriv.clients.training import NodeTrainer
 from fedpriv.data.builtin import synthetic_population
 from fedpriv.data.population import UserStore
+from fedpriv.engine.schedule import Integers
 from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
@@ -53,11 +54,13 @@ def make_nodes() -> Nodes:
     users, task = make_users(), make_task()
     parts = [np.array([0, 4, 5, 11]), np.array([1, 2, 3]), np.array([6, 7, 8, 9, 10])]
     return Nodes(
-        tuple(
-            NodeTrainer(InProcessTransport(task, users.subset(part), CPU, 10**6, part, processes=1))
-            for part in parts
-        )
+        tuple(NodeTrainer(make_transport(task, users.subset(part), part)) for part in parts)
     )
+
+
+def make_transport(task: Task, users: UserStore, hosted: Integers | None) -> InProcessTransport:
+    """One whose sums depend on no number of users: side by side, it could decide the rounding."""
+    return InProcessTransport(task, users, CPU, 10**6, hosted, processes=1, path="alone")
 
 
 def make_request() -> RoundRequest:
@@ -84,7 +87,7 @@ class TestNodes(TransportConformance):
 
 def test_nodes_together_equal_one_process() -> None:
     request = replace(make_request(), users=np.array([0, 2, 3, 7, 9, 11]))
-    alone = InProcessTransport(make_task(), make_users(), CPU, 10**6, processes=1)
+    alone = make_transport(make_task(), make_users(), None)
     expected = sum(partial.total for partial in alone.collect(request))
     partials = list(make_nodes().collect(request))
     assert [partial.users for partial in partials] == [1, 2, 2]

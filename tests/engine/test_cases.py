@@ -37,7 +37,7 @@ class TestUnequalSizes:
         torch.manual_seed(0)
         task = Task(nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 3)), cross_entropy)
         users = users_of(sizes.tolist())
-        return InProcessTransport(task, users, CPU, 2**27, processes=1, timed=False)
+        return InProcessTransport(task, users, CPU, 2**27, processes=1)
 
     def slots(self, sizes: np.ndarray) -> int:
         """Rows in all slices of all lanes, blanks included."""
@@ -100,9 +100,7 @@ def test_neither_view_nor_the_type_of_labels_decides_the_road() -> None:
             torch.manual_seed(0)
             task = Task(OfOpacus(flat), cross_entropy)
             store = UserStore({"x": x, "y": y.astype(kind)}, np.arange(users + 1))
-            transport = InProcessTransport(
-                task, store, CPU, 2**27, processes=1, timed=False, most_rows=1
-            )
+            transport = InProcessTransport(task, store, CPU, 2**27, processes=1, most_rows=1)
             request = request_under(task, GRADIENT, users, 1.0)
             assert transport.road(request).shapes
             found.append(total_of(transport, request))

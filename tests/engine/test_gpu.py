@@ -66,7 +66,6 @@ def transport_of(
         activations=activations,
         processes=1,
         path=path,
-        timed=False,
     )
     vars(transport._trainer).update(held)
     return transport

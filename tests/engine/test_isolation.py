@@ -61,7 +61,7 @@ def transport_of(
     store = store_of(users, plan.model in READERS, labels)
     (path, cohort), task = road, task_of(plan.model)
     return InProcessTransport(
-        task, store, CPU, MEMORY, hosted, processes=processes, path=path, cohort=cohort, timed=False
+        task, store, CPU, MEMORY, hosted, processes=processes, path=path, cohort=cohort
     )
 
 
@@ -132,9 +132,7 @@ def test_one_user_of_hundreds_moves_its_own_vector(
 )
 def test_a_user_of_a_hundred_thousand_rows_moves_its_own_vector(local: LocalTraining) -> None:
     task = Task(nn.Linear(6, 3), cross_entropy)
-    transport = InProcessTransport(
-        task, users_of([3, 100_000, 7, 0, 3]), CPU, MEMORY, processes=1, timed=False
-    )
+    transport = InProcessTransport(task, users_of([3, 100_000, 7, 0, 3]), CPU, MEMORY, processes=1)
     assert transport.road(request_under(task, local, 5, 0.3)).shapes
     assert_own_vector(transport, request_under(task, local, 5, 0.3), 1)
 
@@ -142,9 +140,7 @@ def test_a_user_of_a_hundred_thousand_rows_moves_its_own_vector(local: LocalTrai
 def test_others_who_take_more_steps_change_no_bit() -> None:
     """Also where layers learn without weights, and room is made for the steps of all."""
     task, sizes = Task(nn.Linear(6, 6000), cross_entropy), [3, 5, 6, 7] * 3 + [20]
-    transport = InProcessTransport(
-        task, users_of(sizes), CPU, MEMORY, processes=1, path="together", timed=False
-    )
+    transport = InProcessTransport(task, users_of(sizes), CPU, MEMORY, processes=1, path="together")
     request = request_under(task, SGD(0.5, batch_size=1, epochs=1), len(sizes), 1.0)
     assert transport.road(request).way(transport._trainer, request.local, max(sizes), 1) == (0,)
     expected = sum(alone(transport, request, user) for user in range(len(sizes)))
@@ -205,7 +201,7 @@ def one_image_under_every_label() -> tuple[InProcessTransport, RoundRequest, int
     nn.init.zeros_(model.bias)
     task = Task(model, cross_entropy)
     request = request_under(task, SGD(1.0, epochs=1), others + 1, 1e-3)
-    return InProcessTransport(task, store, CPU, MEMORY, processes=1, timed=False), request, others
+    return InProcessTransport(task, store, CPU, MEMORY, processes=1), request, others
 
 
 def assert_own_vector(transport: InProcessTransport, request: RoundRequest, one: int) -> None:
@@ -247,7 +243,7 @@ def test_an_illegal_label_moves_nothing() -> None:
 def assert_the_fifth_alone_counts_as_zero(task: Task, x: np.ndarray, y: np.ndarray) -> None:
     """Of twelve users with two rows each; the others add what they add alone."""
     store = UserStore({"x": x, "y": y}, np.arange(0, 25, 2))
-    transport = InProcessTransport(task, store, CPU, 2**22, processes=1, timed=False)
+    transport = InProcessTransport(task, store, CPU, 2**22, processes=1)
     request = request_under(task, SGD(0.5, steps=2), 12, 1.0)
     each = [alone(transport, request, user) for user in range(12)]
     assert [user for user, own in enumerate(each) if not own.any()] == [4]
@@ -339,7 +335,7 @@ def test_chaotic_training_moves_one_vector() -> None:
     task = Task(nn.Sequential(nn.Linear(64, 10)), cross_entropy)
     local = SGD(30.0, batch_size=5, epochs=100)
     request = request_under(task, local, len(sizes), 0.5)
-    transport = InProcessTransport(task, store, CPU, 2**24, processes=1, timed=False)
+    transport = InProcessTransport(task, store, CPU, 2**24, processes=1)
     assert_own_vector(transport, request, 20)
     assert_own_vector(transport, request, 3)
 
@@ -391,7 +387,7 @@ def test_what_the_caller_has_set_changes_no_bit(model: str, around: type[nullcon
 
 def transport_and_request(model: nn.Module) -> tuple[InProcessTransport, RoundRequest]:
     task = Task(model, cross_entropy)
-    transport = InProcessTransport(task, users_of([4] * 12), CPU, MEMORY, processes=1, timed=False)
+    transport = InProcessTransport(task, users_of([4] * 12), CPU, MEMORY, processes=1)
     return transport, request_under(task, SGD(0.1, batch_size=2, epochs=1), 12, 0.3)
 
 

@@ -41,7 +41,7 @@ def transport_of(
     model: nn.Module, users: UserStore | None = None, **given: Any
 ) -> InProcessTransport:
     store = users_of([4] * USERS) if users is None else users
-    given = {"cohort": USERS, "processes": 1, "timed": False, **given}
+    given = {"cohort": USERS, "processes": 1, **given}
     return InProcessTransport(Task(model, cross_entropy), store, CPU, MEMORY, **given)
 
 

@@ -83,14 +83,14 @@ def test_a_round_trains_with_the_statistics_it_is_sent() -> None:
     plan = replace(make_plan(task, 0.0), rounds=1)
     other = {"0.running_mean": np.float32([5, 0]), "0.running_var": np.float32([9, 0.01])}
     sent = task.statistics()
-    transport = InProcessTransport(task, users, torch.device("cpu"), 10**5, timed=False)
+    transport = InProcessTransport(task, users, torch.device("cpu"), 10**5)
     state = initial_state(plan, task.parameters(), sent)
     request = open_round(plan, state, 0, SeededEntropy(0))
     (usual,) = transport.collect(request)
     (moved,) = transport.collect(replace(request, statistics=other))
     for name, tensor in other.items():
         dict(task.model.named_buffers())[name].copy_(torch.from_numpy(tensor))
-    fresh = InProcessTransport(task, users, torch.device("cpu"), 10**5, timed=False)
+    fresh = InProcessTransport(task, users, torch.device("cpu"), 10**5)
     (expected,) = fresh.collect(replace(request, statistics={}))
     assert not np.allclose(usual.total, moved.total)
     np.testing.assert_allclose(moved.total, expected.total, rtol=1e-12)

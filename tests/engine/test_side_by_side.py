@@ -386,7 +386,7 @@ def round_of(
     task: Task, store: UserStore, local: LocalTraining, path: Path = "auto"
 ) -> tuple[InProcessTransport, RoundRequest]:
     given = task, store, CPU, 2**22
-    transport = InProcessTransport(*given, processes=1, path=path, timed=False)
+    transport = InProcessTransport(*given, processes=1, path=path)
     return transport, request_under(task, local, store.population, 1.0)
 
 

@@ -191,7 +191,7 @@ def test_unknown_devices_are_refused() -> None:
 def test_more_memory_is_for_more_lanes_whatever_users_there_are(kind: str) -> None:
     task, local = make_task(kind), LocalTraining(0.1, batch_size=4, steps=1)
     request = request_for(task, local, [0], "flat")
-    given = {"processes": 1, "timed": False, "cohort": 200, "most_rows": 30}
+    given = {"processes": 1, "cohort": 200, "most_rows": 30}
     shapes = []
     for memory in (1, 2**13, 2**14, 2**40):
         road, other = (

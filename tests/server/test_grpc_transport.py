@@ -180,7 +180,6 @@ def test_a_model_with_several_inputs_is_trained_as_in_process(tmp_path: Path) ->
             hosted=made.enrolment.users_of(node),
             processes=1,
             limited=True,
-            timed=False,
         )
         for node, names in users.items()
     ]
