@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MOST = {
-    "code lines of the product": 30_223,
+    "code lines of the product": 30_231,
     "code lines of privacy and ledger": 3_329,
     "modules of the product": 141,
     "names at the root of fedpriv": 2,
