@@ -26,8 +26,8 @@ from fedpriv.privacy.round import PartialSum
 from fedpriv.secure_sums.protocol import MaskedVector
 from fedpriv.wire import Receipt, RoundId, RoundOffer, Status, Terms, Vote, Welcome, codec, naming
 from fedpriv.wire import federation_pb2 as pb
+from fedpriv.wire.codec import MAX_COMPONENTS
 from fedpriv.wire.naming import SERVICE, Address
-from fedpriv.wire.tensors import MAX_COMPONENTS
 
 # Codes of failed calls that may succeed later. RESOURCE_EXHAUSTED comes from a server that is busy
 # or was called too often, INTERNAL for instance from a stream that was reset.

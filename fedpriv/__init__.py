@@ -12,6 +12,8 @@ other names are values that they take or return. Names load on first use: import
 neither torch nor numpy.
 """
 
+import sys
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -83,45 +85,24 @@ __all__ = [
 ]
 # fmt: on
 
-_NAMES_IN = {
-    "accounting.accountants": "epsilon",
-    "audit.verdict": "Audit AuditResult",
-    "data.population": "Population",
-    "engine.adapters": "merge_adapters with_adapters",
-    "engine.task": "Task",
-    "engine.transport": "Engine",
-    "evaluation.federated": "FederatedEvaluation",
-    "evaluation.personalisation": "Personalisation",
-    "training.local": "SGD AdamW FedRecon Scaffold",
-    "experiment.grouping": "Flat Grouped Joint Part PerLayer",
-    "experiment.mechanism": (
-        "BandedNoise BandedPoisson BufferedNoise EveryUser FixedSize Mechanism Poisson "
-        "PoissonExamples RandomAllocation Separated"
-    ),
-    "privacy.gaussian_mechanism": "Averaging",
-    "run.compare": "Comparison compare",
-    "run.export": "load_model",
-    "run.folder": "draw",
-    "run.run": "Run",
-    "run.simulate": "simulate",
-    "run.tune": "Tuning tune",
-    "experiment.trackers": "EndedRun MLflow StartedRun TensorBoard Tracker WandB",
-    "training.optimizers": (
-        "CosineDecay ExponentialDecay FedAdagrad FedAdam FedAvg FedAvgM FedYogi PolynomialDecay "
-        "PowerDecay StepDecay"
-    ),
-    "training.plan": "AdaptiveClipping",
-    "training.rounds": "RoundResult",
-}
-
 
 def __getattr__(name: str) -> object:
-    for module, names in _NAMES_IN.items():
-        if name in names.split():
-            value: object = getattr(import_module(f"fedpriv.{module}"), name)
-            globals()[name] = value
-            return value
+    if name in __all__:
+        value: object = getattr(import_module(_modules()[name]), name)
+        globals()[name] = value
+        return value
     raise AttributeError(f"module 'fedpriv' has no attribute {name!r}")
+
+
+@cache
+def _modules() -> dict[str, str]:
+    """Return the module of each name, as the imports under TYPE_CHECKING state it."""
+    import ast  # noqa: PLC0415 - the two take longer than the rest of this module
+    import inspect  # noqa: PLC0415
+
+    tree = ast.parse(inspect.getsource(sys.modules[__name__]))
+    imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
 
 
 def __dir__() -> list[str]:

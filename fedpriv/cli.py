@@ -425,20 +425,10 @@ def price(
     as_json: AsJson = False,
 ) -> None:
     """Price the settings of another tool exactly, and say which claims about them hold."""
+    options = locals()  # most are named as the fields of a setting
     from fedpriv.run.price import ForeignSetting, price_setting
 
-    given = {
-        "noise_multiplier": noise_multiplier,
-        "clip": clip,
-        "cohort": cohort,
-        "population": population,
-        "rounds": rounds,
-        "delta": delta,
-        "noise_cohort": noise_cohort,
-        "enrolled": enrolled,
-        "sampling": sampling,
-        "claimed_epsilon": claimed_epsilon,
-    }
+    given = {name: options[name] for name in ForeignSetting.__dataclass_fields__}
     price_setting(ForeignSetting.stated(pfl, noise_stddev, given), write, as_json=as_json)
 
 

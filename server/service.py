@@ -7,7 +7,7 @@ import resource
 import ssl
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -619,35 +619,27 @@ async def _accepts(path: Path) -> bool:
 def _generic_handler(service: Service) -> grpc.GenericRpcHandler:
     """Return the handler of the methods of federation.proto.
 
-    Our own code parses messages, because gRPC would log a traceback for each malformed request.
+    The functions that parse requests raise WireError. `Authentication` calls them, because gRPC
+    would log a traceback for each malformed request.
     """
 
-    def reading(
-        kind: type[Kind], method: Callable[[Kind, Context], Awaitable[object]], most: int = _SMALL
-    ) -> Callable[[bytes, Context], Awaitable[object]]:
-        async def read(data: bytes, context: Context) -> object:
-            return await method(parse(kind, data, most), context)
-
-        return read
+    def reading(kind: type[Message], most: int = _SMALL) -> Callable[[bytes], Message]:
+        return partial(parse, kind, most=most)
 
     def serialised(message: Message) -> bytes:
         return bytes(message.SerializeToString())
 
-    # Both raise WireError while a handler reads the stream.
-    read_part = partial(parse, pb.UploadPart, most=SERVER_RECEIVES_BYTES)
-    read_message = partial(parse, pb.FromNode, most=_SMALL)
-    stream = grpc.unary_stream_rpc_method_handler
+    stream, unary = grpc.unary_stream_rpc_method_handler, grpc.unary_unary_rpc_method_handler
+    part = reading(pb.UploadPart, SERVER_RECEIVES_BYTES)
     methods = {
-        "Connect": grpc.stream_stream_rpc_method_handler(service.connect, read_message, serialised),
-        "Download": stream(reading(pb.RoundId, service.download)),  # sends serialised chunks
-        "Upload": grpc.stream_unary_rpc_method_handler(service.upload, read_part, serialised),
-        "Exchange": grpc.unary_unary_rpc_method_handler(
-            reading(pb.Step, service.exchange_step, _STEP), None, serialised
+        "Connect": grpc.stream_stream_rpc_method_handler(
+            service.connect, reading(pb.FromNode), serialised
         ),
-        "FetchLedger": stream(reading(pb.LedgerRequest, service.fetch_ledger), None, serialised),
-        "FetchModel": stream(reading(pb.ModelRequest, service.fetch_model), None, serialised),
-        "GetStatus": grpc.unary_unary_rpc_method_handler(
-            reading(pb.StatusRequest, service.get_status), None, serialised
-        ),
+        "Download": stream(service.download, reading(pb.RoundId)),  # sends serialised chunks
+        "Upload": grpc.stream_unary_rpc_method_handler(service.upload, part, serialised),
+        "Exchange": unary(service.exchange_step, reading(pb.Step, _STEP), serialised),
+        "FetchLedger": stream(service.fetch_ledger, reading(pb.LedgerRequest), serialised),
+        "FetchModel": stream(service.fetch_model, reading(pb.ModelRequest), serialised),
+        "GetStatus": unary(service.get_status, reading(pb.StatusRequest), serialised),
     }
     return grpc.method_handlers_generic_handler(SERVICE, methods)

@@ -1,8 +1,7 @@
 """Requests of a round without a ledger, for tests of what users are asked."""
 
-from fedpriv.privacy.draws import Draws, RoundAttempt
 from fedpriv.privacy.noise import Entropy
-from fedpriv.privacy.round import draw_cohort
+from fedpriv.privacy.round import Draws, RoundAttempt, draw_cohort
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.request import RoundRequest
 from fedpriv.training.rounds import ServerState, round_request

@@ -23,11 +23,10 @@ from fedpriv.data.population import UserStore
 from fedpriv.errors import DataError, InvalidValueError, known_names
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.privacy.clipping import Clipping, IntegerVector
-from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.gaussian_mechanism import GaussianMechanism, given_shares
 from fedpriv.privacy.layout import FloatVector, Layout
 from fedpriv.privacy.noise import Entropy
-from fedpriv.privacy.round import PartialSum, PrivacyRecords, private_round
+from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundAttempt, private_round
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.support.checks import check_types, hold_plain_numbers, is_whole, require
 

@@ -38,10 +38,10 @@ from fedpriv.experiment.models import build_model
 from fedpriv.experiment.trackers import TRACKERS, Callback, Tracker
 from fedpriv.ledger.events import PrivacyBudget, RoundEvent, Unit
 from fedpriv.measures.metrics import metric, own_metrics
-from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
+from fedpriv.privacy.round import RoundAttempt
 from fedpriv.privacy.sampling import CanarySampling, ExampleSampling, Sampling
 from fedpriv.support.checks import epsilon_up, text_down
 from fedpriv.support.importing import (

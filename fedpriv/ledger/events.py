@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
 from itertools import product
-from numbers import Real
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.support.checks import (
+    check_range,
+    check_ranges,
     check_types,
     hold_numbers,
     hold_plain_numbers,
@@ -304,10 +305,8 @@ class SumQueryEvent:
     def __post_init__(self) -> None:
         hold_numbers(self)
         norm, stddev, step = self.clipping_norm, self.noise_stddev, self.granularity
-        where, limit = f"of group {self.group!r} is", "it must be positive and finite"
-        require(0.0 < norm < math.inf, f"clipping_norm {where} {norm}; {limit}")
-        limit = "it must be finite and not negative"
-        require(0.0 <= stddev < math.inf, f"noise_stddev {where} {stddev}; {limit}")
+        of, where = f" of group {self.group!r}", f"of group {self.group!r} is"
+        check_ranges(self, of, clipping_norm="(0, inf)", noise_stddev="[0, inf)")
         if step is None:
             return
         # Only positive powers of two have the mantissa ½; NaN, infinity, 0 and negatives do not.
@@ -518,11 +517,8 @@ def _coefficients(strategy: Iterable[float]) -> tuple[float, ...]:
 
 def check_query(noise_multiplier: object, sampling_probability: object) -> None:
     """Raise InvalidValueError unless z is positive and finite, and q in (0, 1]."""
-    z, q = noise_multiplier, sampling_probability
-    valid = isinstance(z, Real) and 0.0 < float(z) < math.inf
-    require(valid, f"noise_multiplier is {z!r}; it must be positive and finite")
-    valid = isinstance(q, Real) and 0.0 < float(q) <= 1.0
-    require(valid, f"sampling_probability is {q!r}; it must be in (0, 1]")
+    check_range("noise_multiplier", noise_multiplier, "(0, inf)")
+    check_range("sampling_probability", sampling_probability, "(0, 1]")
 
 
 # Smaller δ are refused: doubles lose such probabilities, so no price distinguishes them from 0.

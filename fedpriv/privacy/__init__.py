@@ -8,10 +8,11 @@ This is the first of two packages to audit; the other is `fedpriv.ledger`. Read 
    `clipping_torch` does the same in batches and uses the kernels of `clipping_triton` on a GPU;
    only these two modules import torch. `outer_products` does it for sums of matrices;
 3. `sampling` and `noise` draw the cohort and the noise exactly, from keys. `correlated_noise` draws
-   noise that partly cancels over a series of rounds. `draws` manages the keys of a round or series;
+   noise that partly cancels over a series of rounds;
 4. `gaussian_mechanism` defines the release of a round from its cohort's sum, the sensitivity, the
    noise and, together with the sampling policy, the event that is charged;
-5. `round` draws, collects, charges, adds noise and releases. All training and analytics use it.
+5. `round` manages the keys of a round or series, draws, collects, charges, adds noise and releases.
+   All training and analytics use it.
 
 An auditor must read or trust three things outside this package: a user's contribution does not
 depend on other users (`fedpriv.engine`), a charge is durable (`fedpriv.ledger`), and events cost

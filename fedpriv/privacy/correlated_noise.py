@@ -69,7 +69,7 @@ from numpy.typing import NDArray
 
 from fedpriv.errors import NoiseError
 from fedpriv.privacy.noise import LARGEST_STDDEV, rounded_gaussian
-from fedpriv.support.checks import is_whole, require
+from fedpriv.support.checks import check_ranges, require
 
 IntegerVector = NDArray[np.int64]
 Vector = NDArray[np.float64]
@@ -271,12 +271,7 @@ class CorrelatedNoise:
     rounds: int  # n ≥ 1, the most rounds that can be drawn
 
     def __post_init__(self) -> None:
-        for name in ("dimension", "rounds"):
-            value = getattr(self, name)
-            require(
-                is_whole(value),
-                f"{name} of noise is {value}; it must be a whole number of at least 1",
-            )
+        check_ranges(self, " of noise", dimension="whole", rounds="whole")
         limit = f"it must be from 0 to 2^{math.log2(LARGEST_STDDEV):.0f}"
         require(0.0 <= self.stddev <= LARGEST_STDDEV, f"stddev is {self.stddev} steps; {limit}")
         setting = f"stddev is {self.stddev} steps in {self.rounds} rounds"

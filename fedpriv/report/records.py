@@ -43,19 +43,31 @@ class Verification:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """The end of a run: its reason, last round and results; see `fedpriv.run.run.Run`."""
+    """The end of a run: its reason, last round and results.
 
-    stop: Stop
+    Accuracy, mean loss and figures are those of the last model on the held-out rows, if there are
+    any. They are not private releases, and the guarantee does not cover these rows.
+    """
+
+    stop: Stop  # why it ended
     round: int  # the last released round
+    # The cost of all charges of the ledger at the end, at `delta`. It is the budget if the run
+    # ended early because of its releases, since the charges are no bound then.
     epsilon: float
-    delta: float
+    delta: float  # that of the budget
     loss: float | None = None
-    accuracy: float | None = None
-    figures: Mapping[str, float] = field(default_factory=dict)
+    accuracy: float | None = None  # None if targets are not classes
+    figures: Mapping[str, float] = field(default_factory=dict)  # those of the task, by name
+    # If held-out rows have users: `users`, `mean`, `q10`, `q50`, `q90` over them, by figure.
     held_out_users: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    # Notes for its owner, one sentence each, with the cure. The first says why the run ended if
+    # `stop` is `Stop.TOO_FEW`. Notes with the words "simulation only" are not private.
     warnings: tuple[str, ...] = ()
+    # On held-out rows, of the mean of the models of the last third of the planned rounds.
     mean_accuracy: float | None = None
     mean_loss: float | None = None
+    # N' of a projection, for which `epsilon` would hold if so many users were enrolled, and the ε
+    # of those who are.
     as_if: int | None = None
     enrolled_epsilon: float | None = None
 

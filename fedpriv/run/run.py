@@ -6,7 +6,7 @@ deployments alike. `fedpriv.run.terminal.execute` shows a run to its user.
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -308,45 +308,21 @@ def held_out_rows(config: Config, section: FederationSection) -> tuple[HeldOut, 
     return rows, ()
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run that has ended; everything in it is also in its folder.
-
-    Accuracy, mean loss and figures are those of the last model on the held-out rows, if there are
-    any. They are not private releases, and the guarantee does not cover these rows.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Run(RunEnd):
+    """A run that has ended; everything in it is also in its folder."""
 
     folder: Path  # of plan, ledger, metrics, checkpoints and model
     task: Task = field(repr=False)
-    stop: Stop  # why it ended
     state: ServerState = field(repr=False)  # at the end; all of it was released
-    # The cost of all charges of the ledger at the end, at `delta`. It is the budget if the run
-    # ended early because of its releases, since the charges are no bound then.
-    epsilon: float
-    delta: float  # that of the budget
     ledger: Path  # which other runs may have charged too
-    accuracy: float | None  # None if targets are not classes
-    loss: float | None
-    figures: Mapping[str, float] = field(default_factory=dict)  # those of the task, by name
-    # If held-out rows have users: `users`, `mean`, `q10`, `q50`, `q90` over them, by figure.
-    held_out_users: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    audit: AuditResult | None = None  # of its own releases, if it was audited
-    # Notes for its owner, one sentence each, with the cure. The first says why the run ended if
-    # `stop` is `Stop.TOO_FEW`. Notes with the words "simulation only" are not private.
-    warnings: tuple[str, ...] = ()
-    # On held-out rows, of the mean of the models of the last third of the planned rounds.
-    mean_accuracy: float | None = None
-    mean_loss: float | None = None
-    # N' of a projection, for which `epsilon` would hold if so many users were enrolled, and the ε
-    # of those who are.
-    as_if: int | None = None
-    enrolled_epsilon: float | None = None
+    audit: AuditResult | None  # of its own releases, if it was audited
     # The round of the best model on held-out rows, by accuracy, else by loss, and its state. These
     # rows chose the model, so its figures on other rows are likely to be worse.
-    best: RoundResult | None = None
-    best_state: ServerState | None = field(default=None, repr=False)
+    best: RoundResult | None
+    best_state: ServerState | None = field(repr=False)
     # Results of all rounds that led to the model, also of those before the run was resumed.
-    rounds: tuple[RoundResult, ...] = field(default=(), repr=False)
+    rounds: tuple[RoundResult, ...] = field(repr=False)
 
     @property
     def model(self) -> nn.Module:
@@ -618,30 +594,29 @@ def _ended(
     if larger is not None:
         accountant = accountant_named(experiment.config.privacy.accountant)
         enrolled_epsilon = accountant.upper_epsilon(records.ledger.spent(), records.budget.delta)
-    facts: dict[str, Any] = {
-        "stop": stop,
-        "as_if": larger.population if larger else None,
-        "enrolled_epsilon": enrolled_epsilon,
-        "mean_accuracy": mean.get("accuracy"),
-        "mean_loss": mean.get("loss"),
-        "epsilon": epsilon,
-        "delta": records.budget.delta,
-        "warnings": tuple(
-            notes.of_run(experiment, stop, counted, results, charged, figures["loss"])
-        ),
-    }
-    with_room(partial(folder.write_end, RunEnd(round=state.round, **facts, **figures)))
+    end = RunEnd(
+        stop=stop,
+        round=state.round,
+        epsilon=epsilon,
+        delta=records.budget.delta,
+        warnings=tuple(notes.of_run(experiment, stop, counted, results, charged, figures["loss"])),
+        mean_accuracy=mean.get("accuracy"),
+        mean_loss=mean.get("loss"),
+        as_if=larger.population if larger else None,
+        enrolled_epsilon=enrolled_epsilon,
+        **figures,
+    )
+    with_room(partial(folder.write_end, end))
     return Run(
+        **vars(end),
         folder=folder.path,
         task=experiment.task,
         state=state,
         ledger=folder.charged(experiment.config),
         audit=auditor.conclude(paid_events(of_rounds)) if auditor else None,
-        **facts,
         best=models.round,
         best_state=models.checkpoint.state if models.checkpoint else None,
         rounds=tuple(result for result in results if result.round <= state.round),
-        **figures,
     )
 
 

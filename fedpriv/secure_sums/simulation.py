@@ -12,10 +12,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedpriv.ledger.events import SecureSum
 from fedpriv.privacy.clipping import IntegerVector
-from fedpriv.privacy.draws import SeriesEntropy
 from fedpriv.privacy.gaussian_mechanism import GaussianMechanism, rounded_noise
 from fedpriv.privacy.noise import words
-from fedpriv.privacy.round import OpenedSum, PartialSum, merge_sums
+from fedpriv.privacy.round import OpenedSum, PartialSum, SeriesEntropy, merge_sums
 from fedpriv.privacy.sampling import Users, drawn_users
 from fedpriv.secure_sums.parameters import Grid, share_stddevs
 from fedpriv.secure_sums.protocol import KeyPair, Member, Participant, Roster, unmasked

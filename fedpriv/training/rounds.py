@@ -24,7 +24,6 @@ from fedpriv.errors import BudgetExceededError, CheckpointError, DeclinedError, 
 from fedpriv.ledger import ChargedRow, Head, Ledger
 from fedpriv.ledger.events import NeighbouringRelation, Randomness, SamplingEvent, Unit
 from fedpriv.privacy.clipping import UNCLIPPED
-from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS, GaussianMechanism
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import (
@@ -32,6 +31,7 @@ from fedpriv.privacy.round import (
     PartialSum,
     PrivacyRecords,
     Release,
+    RoundAttempt,
     private_round,
     secure_round,
 )

@@ -7,7 +7,10 @@ memory by the message or the expected content. A decoder restores the value that
 
 # isort: off
 # fmt: off
-from fedpriv.wire.codec import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, UNCOMPRESSED, parse
+from fedpriv.wire.codec import (
+    CHUNK_BYTES, NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, UNCOMPRESSED, Assembler, Manifest,
+    Receiver, chunks, manifest_of, parse, pieces,
+)
 from fedpriv.wire.messages import (
     COUNTERSIGNATURE, HEAD, HELLO, LEDGER_REQUEST, OFFER, PROPOSAL, RECEIPT, ROUND_ID, STATUS,
     STEP, SUM, VERSION, VOTE, WELCOME, Countersignature, Decline, EnrolledNode, Hello,
@@ -15,17 +18,3 @@ from fedpriv.wire.messages import (
     RunState, SignedHead, Stage, Status, Step, SummedUpdates, TaskDescription, Terms, Vote,
     Welcome, decode_answer, digest_of, encode_answer, enrolment_digest, model_of, sum_to_send,
 )
-from fedpriv.wire.tensors import (
-    CHUNK_BYTES, Assembler, Manifest, Receiver, chunks, manifest_of, pieces,
-)
-
-__all__ = [
-    "CHUNK_BYTES", "COUNTERSIGNATURE", "HEAD", "HELLO", "LEDGER_REQUEST", "NODE_RECEIVES_BYTES",
-    "OFFER", "PROPOSAL", "RECEIPT", "ROUND_ID", "SERVER_RECEIVES_BYTES", "STATUS", "STEP",
-    "SUM", "UNCOMPRESSED", "VERSION", "VOTE", "WELCOME", "Assembler", "Countersignature",
-    "Decline", "EnrolledNode", "Hello", "LedgerRequest", "Manifest", "MaskedSum", "Price",
-    "Proposal", "Receipt", "Receiver", "RoundAnswer", "RoundId", "RoundOffer", "RunState",
-    "SignedHead", "Stage", "Status", "Step", "SummedUpdates", "TaskDescription", "Terms",
-    "Vote", "Welcome", "chunks", "decode_answer", "digest_of", "encode_answer",
-    "enrolment_digest", "manifest_of", "model_of", "parse", "pieces", "sum_to_send",
-]

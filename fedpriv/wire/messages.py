@@ -30,8 +30,7 @@ from fedpriv.training.local import ALGORITHMS
 from fedpriv.training.request import CONTROL_PREFIX, LocalTraining, RoundRequest
 from fedpriv.wire import codec
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.codec import Checked, Codec, FieldCodec, FieldCodecs, Legal, below, list_of
-from fedpriv.wire.tensors import FLOAT32, INT32, INT64, LAYOUT, MANIFEST, SHAPE, Manifest, Number
+from fedpriv.wire.codec import Checked, Codec, FieldCodec, FieldCodecs, Legal, Manifest, list_of
 
 VERSION = 1  # of the protocol
 SUM = "sum"  # name of the vector that is the sum of users' contributions
@@ -51,7 +50,7 @@ Text = Annotated[str, codec.length(0, codec.MAX_NAME)]
 Bytes32 = Annotated[bytes, codec.length(32, 32)]
 Certificate = Annotated[bytes, codec.length(1, 2**13)]  # in DER
 Signature = Annotated[bytes, codec.length(1, 2**11)]
-UInt32 = Annotated[int, below(32)]
+UInt32 = Annotated[int, codec.below(32)]
 Signed = Annotated[int, Legal(lambda n: -(2**63) <= n < 2**63, "fit 64 bits with its sign")]
 Epsilon = Annotated[float, Legal(lambda epsilon: epsilon >= 0.0, "be a number, not negative")]
 Delta = Annotated[float, Legal(lambda delta: 0.0 <= delta < 1.0, "be in [0, 1)")]
@@ -87,7 +86,7 @@ class TaskDescription(Checked):
 
     model: str  # a name, or the import path of a function that returns a model
     options: Mapping[str, object]  # arguments of that function, JSON values
-    seed: Annotated[int, below(63)]  # of the model's initial and frozen parameters
+    seed: Annotated[int, codec.below(63)]  # of the model's initial and frozen parameters
     loss: str
     metrics: tuple[str, ...] = ()  # import paths of metrics that are not built in
     inputs: str | tuple[str, ...] = "x"  # fields that the model reads; several are named arguments
@@ -142,7 +141,7 @@ def enrolment_digest(nodes: Iterable[EnrolledNode]) -> str:
 class LedgerRequest(Checked):
     """A request for the records of the ledger after a head that the node has verified."""
 
-    count: Annotated[int, below(63)] = 0
+    count: Annotated[int, codec.below(63)] = 0
     hash: Annotated[str, codec.length(0, 64)] = ""  # empty: for all records
 
 
@@ -153,7 +152,7 @@ class RoundId(Checked):
     run: Name
     round: UInt32  # from 0
     attempt: UInt32  # from 0; may repeat that of an attempt that was abandoned without a charge
-    nonce: Annotated[int, below(64)] = 0  # random, to distinguish the two
+    nonce: Annotated[int, codec.below(64)] = 0  # random, to distinguish the two
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ class Price(Checked):
     part: UInt32  # index of the round in its event; the charge of round 0 pays for all
     epsilon_after: Epsilon  # of all charges of the ledger and this round, at delta
     delta: Delta
-    charges: Annotated[int, below(63)]  # number of charges that epsilon_after includes
+    charges: Annotated[int, codec.below(63)]  # number of charges that epsilon_after includes
     seeded: bool = False  # cohort and noise come from a seed; no ε protects against its holders
 
     def __post_init__(self) -> None:
@@ -213,7 +212,7 @@ class Proposal:
 class SignedHead(Checked):
     """The head of the server's ledger when it proposed an attempt: `naming.signed_head`."""
 
-    count: Annotated[int, below(63)]  # of charges
+    count: Annotated[int, codec.below(63)]  # of charges
     hash: Annotated[str, codec.length(64, 64)]
     certificate: Certificate = field(repr=False)  # of the server
     signature: Signature = field(repr=False)
@@ -309,8 +308,8 @@ class RoundOffer(Checked):
         first = list(zip(model.names, model.shapes, strict=True))[: len(shapes)]
         if not shapes or first != list(shapes.items()):
             raise InvalidValueError("the model does not begin with the tensors of the update")
-        if self.model.dtype != FLOAT32:
-            raise InvalidValueError(f"the model is {self.model.dtype}; it must be {FLOAT32}")
+        if self.model.dtype != codec.FLOAT32:
+            raise InvalidValueError(f"the model is {self.model.dtype}; it must be {codec.FLOAT32}")
 
     @classmethod
     def of(
@@ -374,7 +373,7 @@ class SummedUpdates:
 
     def tensors(self, dimension: int) -> Manifest:
         """Return the manifest of the total [dimension]: in 32 bits if the users are few enough."""
-        dtype = INT32 if self.users <= _USERS_OF_32_BITS else INT64
+        dtype = codec.INT32 if self.users <= _USERS_OF_32_BITS else codec.INT64
         return Manifest(Layout((SUM,), ((dimension,),)), dtype)
 
 
@@ -392,7 +391,7 @@ class MaskedSum:
     users: ClassVar[int] = 0
     weight: ClassVar[int] = 0
 
-    def tensors(self, dimension: int, dtype: Number) -> Manifest:
+    def tensors(self, dimension: int, dtype: codec.Number) -> Manifest:
         """Return the manifest of the total [dimension], in 32 or 64 bits."""
         return Manifest(Layout((SUM,), ((dimension,),)), dtype.newbyteorder("<"))
 
@@ -521,7 +520,7 @@ _EVENT = FieldCodec(
 )
 PRICE = Codec(Price, pb.Price, "a price", {"event": _EVENT}, {"event": _LONGEST_EVENT})
 _CLIPPING_FIELDS: FieldCodecs = {
-    "layout": LAYOUT,
+    "layout": codec.LAYOUT,
     "groups": list_of(Codec(VectorGroup, pb.VectorGroup, "a vector group")),
     "indicator": Codec(Indicator, pb.Indicator, "an indicator"),
 }
@@ -533,7 +532,7 @@ _BOUNDED = FieldCodec(
 )
 _LOCAL = Codec(_local_training, pb.LocalTraining, "local training", {"options": _BOUNDED})
 LOCAL_TRAINING = FieldCodec(lambda local: _LOCAL.encode(_spelled_out(local)), _LOCAL.decode)
-METRIC = Codec(Metric, pb.Metric, "a metric", {"shape": SHAPE}, {"options": _MAX_OPTIONS})
+METRIC = Codec(Metric, pb.Metric, "a metric", {"shape": codec.SHAPE}, {"options": _MAX_OPTIONS})
 HEAD = Codec(SignedHead, pb.SignedHead, "a signed head")
 COUNTERSIGNATURE = Codec(
     Countersignature, pb.Countersignature, "a countersignature", {"head": HEAD}, optional="head"
@@ -545,7 +544,7 @@ _OFFER_FIELDS: FieldCodecs = {
     "local": LOCAL_TRAINING,
     "metrics": list_of(METRIC),
     "price": PRICE,
-    "model": MANIFEST,
+    "model": codec.MANIFEST,
     "roster": list_of(COUNTERSIGNATURE),
     "head": HEAD,
 }

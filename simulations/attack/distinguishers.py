@@ -23,9 +23,8 @@ from scipy.stats import binom
 from fedpriv.engine.task import HeldOut, Task
 from fedpriv.evaluation.held_out import evaluate
 from fedpriv.ledger.ledger import ChargedRow
-from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.noise import SeededEntropy
-from fedpriv.privacy.round import add_up
+from fedpriv.privacy.round import RoundAttempt, add_up
 from fedpriv.training.optimizers import Parameters
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.request import Transport

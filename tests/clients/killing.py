@@ -26,9 +26,8 @@ from fedpriv.errors import FedprivError
 from fedpriv.ledger import Head
 from fedpriv.ledger.database import Database
 from fedpriv.ledger.events import PrivacyBudget, SecureSum
-from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.noise import OperatingSystemEntropy
-from fedpriv.privacy.round import OpenedSum, PrivacyRecords, Release, secure_round
+from fedpriv.privacy.round import OpenedSum, PrivacyRecords, Release, RoundAttempt, secure_round
 from fedpriv.secure_sums.parameters import Grid
 from fedpriv.server.collection import Ballot, SecureCollection
 from fedpriv.wire import Price, Vote

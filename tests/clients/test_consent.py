@@ -35,10 +35,10 @@ from fedpriv.ledger import Unit
 from fedpriv.ledger.events import NeighbouringRelation
 from fedpriv.privacy.clipping import UNCLIPPED, Clipping, Indicator
 from fedpriv.privacy.correlated_noise import BandedStrategy, BufferedStrategy
-from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.gaussian_mechanism import Averaging, Metric
 from fedpriv.privacy.layout import Layout, VectorGroup, per_layer
 from fedpriv.privacy.noise import OperatingSystemEntropy
+from fedpriv.privacy.round import RoundAttempt
 from fedpriv.privacy.sampling import (
     BandedPoissonSampling,
     EveryUserSampling,

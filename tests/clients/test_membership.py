@@ -53,7 +53,7 @@ from fedpriv.wire import (
     naming,
 )
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.tensors import FLOAT32
+from fedpriv.wire.codec import FLOAT32
 from tests.clients.tiny_server import (
     NODE,
     PARAMETERS,

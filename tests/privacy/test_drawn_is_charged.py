@@ -17,13 +17,13 @@ import pytest
 import fedpriv
 from fedpriv.errors import BudgetExceededError, ModelError
 from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.gaussian_mechanism import GaussianMechanism
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import (
     PartialSum,
     PrivacyRecords,
+    RoundAttempt,
     draw_cohort,
     private_round,
     release,

@@ -21,13 +21,14 @@ from fedpriv.ledger import Charge, Ledger, ProposedCharge, Randomness
 from fedpriv.privacy import gaussian_mechanism
 from fedpriv.privacy import round as private
 from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.draws import Draws, RoundAttempt
 from fedpriv.privacy.gaussian_mechanism import Averaging, GaussianMechanism
 from fedpriv.privacy.layout import Layout, layers, per_layer
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.round import (
+    Draws,
     PartialSum,
     PrivacyRecords,
+    RoundAttempt,
     draw_cohort,
     private_round,
     release,

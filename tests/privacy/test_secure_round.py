@@ -10,11 +10,10 @@ import pytest
 from fedpriv.errors import BudgetExceededError, InvalidValueError
 from fedpriv.ledger.events import SecureSum
 from fedpriv.privacy.clipping import Clipping, IntegerVector
-from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.gaussian_mechanism import Averaging, GaussianMechanism
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import OperatingSystemEntropy
-from fedpriv.privacy.round import OpenedSum, PrivacyRecords, Release, secure_round
+from fedpriv.privacy.round import OpenedSum, PrivacyRecords, Release, RoundAttempt, secure_round
 from fedpriv.privacy.sampling import (
     FixedSizeSampling,
     PoissonSampling,

@@ -17,11 +17,19 @@ from fedpriv.privacy import gaussian_mechanism
 from fedpriv.privacy import round as private
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.correlated_noise import BandedStrategy
-from fedpriv.privacy.draws import Draws, RoundAttempt, SeriesDraws
 from fedpriv.privacy.gaussian_mechanism import GaussianMechanism
 from fedpriv.privacy.layout import Layout, layers, per_layer
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
-from fedpriv.privacy.round import PartialSum, PrivacyRecords, Release, private_round, release
+from fedpriv.privacy.round import (
+    Draws,
+    PartialSum,
+    PrivacyRecords,
+    Release,
+    RoundAttempt,
+    SeriesDraws,
+    private_round,
+    release,
+)
 from fedpriv.privacy.sampling import (
     FixedSizeSampling,
     RandomAllocationSampling,

@@ -18,7 +18,7 @@ from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
 from fedpriv.experiment.build import Method, on_population, settings_of
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.privacy.draws import RoundAttempt
+from fedpriv.privacy.round import RoundAttempt
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.report import run_page
 from fedpriv.run.folder import read_run

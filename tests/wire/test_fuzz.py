@@ -14,11 +14,10 @@ from fedpriv.errors import WireError
 from fedpriv.ledger import NeighbouringRelation
 from fedpriv.wire import Assembler, Decline, RoundAnswer, SummedUpdates
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.codec import SERVER_RECEIVES_BYTES, parse, refuse_unknown
+from fedpriv.wire.codec import LAYOUT as LAYOUT_CODEC
+from fedpriv.wire.codec import MANIFEST, SERVER_RECEIVES_BYTES, parse, refuse_unknown
 from fedpriv.wire.messages import CLIPPING, LOCAL_TRAINING, METRIC
 from fedpriv.wire.messages import PRICE as PRICE_CODEC
-from fedpriv.wire.tensors import LAYOUT as LAYOUT_CODEC
-from fedpriv.wire.tensors import MANIFEST
 from tests.wire.examples import (
     PRICE,
     SIGNATURES,

@@ -32,10 +32,9 @@ from fedpriv.wire import (
     manifest_of,
 )
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.codec import parse
+from fedpriv.wire.codec import INT32, INT64, parse
 from fedpriv.wire.messages import LOCAL_TRAINING, model_of
 from fedpriv.wire.messages import PRICE as PRICE_CODEC
-from fedpriv.wire.tensors import INT32, INT64
 from tests.wire import examples
 
 ID = RoundId("r", 3, 1)

@@ -13,15 +13,15 @@ from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.privacy.layout import Layout
 from fedpriv.wire import Manifest, Receiver, chunks, manifest_of, pieces
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.codec import MAX_TENSORS
-from fedpriv.wire.tensors import (
+from fedpriv.wire.codec import (
     FLOAT32,
     INT32,
     INT64,
     MANIFEST,
     MAX_COMPONENTS,
+    MAX_TENSORS,
 )
-from fedpriv.wire.tensors import LAYOUT as LAYOUT_CODEC
+from fedpriv.wire.codec import LAYOUT as LAYOUT_CODEC
 from tests.wire.examples import LAYOUT, PARAMETERS, float32s, peak_memory, shapes, words
 
 

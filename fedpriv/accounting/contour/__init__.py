@@ -12,12 +12,3 @@ from fedpriv.accounting.contour.inversion import (
     deltas_along,
     epsilon_interval,
 )
-
-__all__ = [
-    "ContourUnsuitableError",
-    "View",
-    "Views",
-    "delta_interval",
-    "deltas_along",
-    "epsilon_interval",
-]

@@ -7,5 +7,3 @@ from fedpriv.accounting.pld.queries import (
     exposure,
     noise_of_sampled,
 )
-
-__all__ = ["delta_interval", "deltas_above", "epsilon_interval", "exposure", "noise_of_sampled"]

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from fedpriv.data.population import UserStore
-from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.noise import SeededEntropy
-from fedpriv.privacy.round import add_up
+from fedpriv.privacy.round import RoundAttempt, add_up
 from fedpriv.training.rounds import round_request
 from simulations.attack.populations import POPULATIONS, Crowd, KeptPopulation, UnfitError
 from tests.simulations.attack.targets import crowd_of, tiny_target, words_crowd
