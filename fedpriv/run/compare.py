@@ -315,8 +315,9 @@ def _progress(
                 results = [finished[cell] for cell in cells if cell in finished]
                 accuracies = [run.accuracy for run in results if run.accuracy is not None]
                 mean = f"accuracy {statistics.fmean(accuracies):.1%}" if accuracies else ""
-                metrics = [RunFolder(folder / cell.path).metrics for cell in cells]
-                rounds = sum(path.read_bytes().count(b"\n") for path in metrics if path.exists())
+                metrics = [RunFolder(folder / c.path).metrics for c in cells if c not in finished]
+                rounds = sum(run.rounds for run in results)  # their files are not read each time
+                rounds += sum(path.read_bytes().count(b"\n") for path in metrics if path.exists())
                 seeds = f"{len(results)} of {len(cells)} seeds"
                 display.update(line, rounds, seeds, mean)
             display.tell()
