@@ -318,8 +318,7 @@ def _progress(
                 metrics = [RunFolder(folder / c.path).metrics for c in cells if c not in finished]
                 rounds = sum(run.rounds for run in results)  # their files are not read each time
                 rounds += sum(path.read_bytes().count(b"\n") for path in metrics if path.exists())
-                seeds = f"{len(results)} of {len(cells)} seeds"
-                display.update(line, rounds, seeds, mean)
+                display.update(line, rounds, f"{len(results)} of {len(cells)} seeds", mean)
             display.tell()
 
         show()
@@ -418,8 +417,7 @@ def _result(
     plan, rounds, collected = experiment.plan, run.results(), run.collected()
     queries = plan.mechanism.query.events[: len(plan.groups)]
     seconds = statistics.median(row.simulation_only_seconds or math.inf for row in rounds)
-    names = ("clipped", "update_norms", "signal_to_noise")
-    figures = [f"simulation_only_{name}" for name in names]
+    figures = [f"simulation_only_{n}" for n in ("clipped", "update_norms", "signal_to_noise")]
     return RunResult(
         arm=cell.arm.name,
         target_epsilon=cell.target.epsilon,
