@@ -16,8 +16,9 @@ Each part is written when it ends, in place of its last figures. The parts:
 * arms: studies of 10 and 100 arms, and their reports.
 
 Every measurement but those of users has a process of its own, and users train in forks of it, as
-those of `fedpriv simulate` do. Peaks of memory are the kernel's `VmHWM`, added up over processes,
-so that what these share counts several times.
+those of `fedpriv simulate` do. Its seconds are those of processors, where nothing else is said, and
+its peaks of memory the kernel's `VmHWM`, added up over processes, so that what these share counts
+several times.
 """
 
 import argparse
@@ -234,7 +235,7 @@ class Rounds:
     users: int  # of the population
     cohort: int  # expected
     mebibytes: float  # size of the population's data
-    seconds: list[float]  # of each round after the first
+    seconds: list[float]  # of each round after the first, on the wall
     cpu_seconds: list[float]  # likewise, of all processes together
     peak_mebibytes: float  # of memory, to the end of the rounds
 
@@ -290,13 +291,11 @@ def rounds_on(store: Path, cohort: int, rounds: int, *, large: bool) -> Rounds:
 
 
 def of_data(folder: Path, users: int, fewer: int, cohort: int, rounds: int) -> list[Rounds]:
-    """Run rounds of a small population, of one with much data, and of the small one again."""
-    found = []
-    for name, count in (("small", fewer), ("large", users)):
-        apart(_save, folder / name, count, *_MANY)
-    for name, number in (("small", rounds // 4), ("large", rounds), ("small", rounds // 4)):
-        found.append(apart(rounds_on, folder / name, cohort, number, large=True))
-    return found
+    """Run rounds of a small population, and as many of one with much data."""
+    stores = {folder / "small": fewer, folder / "large": users}
+    for store, count in stores.items():
+        apart(_save, store, count, *_MANY)
+    return [apart(rounds_on, store, cohort, rounds, large=True) for store in stores]
 
 
 def of_cohorts(folder: Path, users: int, rounds: Mapping[int, int]) -> list[Rounds]:
@@ -370,7 +369,7 @@ def resumed(
         clipping=fedpriv.Flat(0.5),
         adaptive=fedpriv.AdaptiveClipping() if adaptive else None,
     )
-    began = time.perf_counter()
+    began = time.process_time()
     with suppress(KeyboardInterrupt):
         fedpriv.simulate(
             users,
@@ -388,7 +387,7 @@ def resumed(
     (_, first, first_cpu), (epsilon, last, last_cpu) = marks[0], marks[-1]
     each = 1000.0 / (rounds - 1)
     cpu, wall = each * (last_cpu - first_cpu), each * (last - first)
-    return epsilon, first - began, cpu, wall, peak_mebibytes()
+    return epsilon, first_cpu - began, cpu, wall, peak_mebibytes()
 
 
 def fill(out: Path, until: int, *, adaptive: bool) -> None:
@@ -434,21 +433,20 @@ def fill(out: Path, until: int, *, adaptive: bool) -> None:
 
 def ledger_seconds(path: Path) -> tuple[float, float]:
     """Return the seconds that opening and pricing a ledger takes, and those of verifying it."""
-    began = time.perf_counter()
+    began = time.process_time()
     with Ledger.open(path) as ledger:
         ledger.epsilon(PrivacyBudget(100.0, 1e-3, ACCOUNTANTS["tight"].upper_epsilon))
-        opened = time.perf_counter()
+        opened = time.process_time()
         with ParticipationRecord.open(record_path(path)) as record:
             ledger.verify(record)
-    return opened - began, time.perf_counter() - opened
+    return opened - began, time.process_time() - opened
 
 
 def reported_in(folder: Path) -> tuple[float, float, float]:
     """Write a report; return seconds, MiB of the page, and the peak of memory in MiB."""
-    began = time.perf_counter()
+    began = time.process_time()
     page = write_report(folder)
-    seconds = time.perf_counter() - began
-    return seconds, page.stat().st_size / _MEBIBYTE, peak_mebibytes()
+    return time.process_time() - began, page.stat().st_size / _MEBIBYTE, peak_mebibytes()
 
 
 @dataclass(frozen=True)
@@ -456,7 +454,7 @@ class ManyArms:
     """A study of many arms."""
 
     arms: int
-    seconds: float  # of the study
+    seconds: float  # of the study, on the wall
     cpu_seconds: float  # likewise, of all processes together
     peak_mebibytes: float  # of the process that started it; its workers have ended
     report_seconds: float
