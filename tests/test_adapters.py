@@ -210,7 +210,7 @@ def test_patterns_that_leave_nothing_or_fit_nothing_are_refused(
 
 def test_users_with_adapters_go_side_by_side_and_share_what_is_frozen() -> None:
     task = Task(with_adapters(transformer(), 2, layers=["blocks.*"]))
-    found = SideBySideModel.of(task, torch.device("cpu"), WORDS[:2], WORDS[:2])
+    found = SideBySideModel.of(task, task.model, WORDS[:2], WORDS[:2])
     assert found.weights.keys() == task.parameters().keys()
     adapted = [layer for layer in task.model.modules() if isinstance(layer, Adapted)]
     assert len(found.layers) == len(found.weights) == 2 * len(adapted)

@@ -4,6 +4,7 @@ No tensor holds data of two users, so a model may compute anything from a user's
 users, all tensors of the model and all attributes of its modules are restored.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from fedpriv.engine.arithmetic import Activations, generators_apart
 from fedpriv.engine.bounds import WithinBounds
 from fedpriv.engine.descent import Descent
-from fedpriv.engine.kept import KeptModel, trained_copy
+from fedpriv.engine.kept import KeptModel
 from fedpriv.engine.task import Inputs, RoundParameters, Task, outputs_of
 from fedpriv.privacy.clipping_torch import TorchTensors
 from fedpriv.training.request import LocalTraining
@@ -24,9 +25,12 @@ class AloneModel:
 
     def __init__(self, task: Task, device: torch.device, x: Inputs, y: Tensor) -> None:
         """Call the model with two rows, to detect whether it needs `WithinBounds`."""
-        model = trained_copy(task.model, device)
+        model = copy.deepcopy(task.model).to(device)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        self._kept = KeptModel(model, named)
+        self.model, self._kept = model, KeptModel(model, named)
         self._bounds, self._bounded = WithinBounds(), True
         with suppress(Exception), self._bounds, generators_apart(device), torch.no_grad():
             task.losses_of(outputs_of(model, x), y)
@@ -36,11 +40,10 @@ class AloneModel:
     @contextmanager
     def begun(self, start: RoundParameters, *, training: bool) -> Iterator[nn.Module]:
         """Yield the model at the start of a round."""
-        model = self._kept.model
         self._kept.copy_from(start.parameters | start.constants)
         try:
             with self._bounds if self._bounded else nullcontext():
-                yield model if training else model.eval()
+                yield self.model if training else self.model.eval()
         finally:
             self._kept.put_back()
 

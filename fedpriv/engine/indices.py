@@ -26,8 +26,7 @@ class Indices:
     """Finds users of a store with integers that the model or the loss refuses in evaluation."""
 
     def __init__(self, task: Task, users: UserStore) -> None:
-        on_cpu = all(p.device.type == "cpu" for p in task.model.parameters())
-        model = task.model if on_cpu else copy.deepcopy(task.model).to(_CPU)
+        model = copy.deepcopy(task.model).eval().to(_CPU)
         self._task, self._users = replace(task, model=model), users
         self._reasons: dict[int, Exception | None] = {}  # of users who were tried; None: accepted
         fields = {name: users.fields[name] for name in task.fields}

@@ -17,15 +17,6 @@ _FIXED = (
 """Types of values that are immutable, or are restored separately."""
 
 
-def trained_copy(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy of a model on a device, with trained parameters in float32."""
-    copied = copy.deepcopy(model).to(device)
-    for parameter in copied.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    return copied
-
-
 class KeptModel:
     """A model, with the initial state of its tensors and of all attributes of its modules."""
 

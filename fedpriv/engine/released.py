@@ -57,10 +57,14 @@ def released_model(
                 release["as_if"] = result.as_if
             if math.isinf(result.epsilon):  # not a number in JSON
                 release["epsilon"] = "Infinity"
-    tensors, release["tied"] = _deduplicated(released(task, state.model))
-    frozen = frozen_of(task)
+    tensors, release["tied"] = _deduplicated(task.model)
+    frozen, named = frozen_of(task), _named(task.model)
     release["frozen"] = {"names": [*frozen], "sha256": sha256_of(frozen)}
-    copies = {name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}
+    moved = {id(named[name]): torch.tensor(array) for name, array in state.model.items()}
+    copies = {
+        name: moved.get(id(t), t).detach().to("cpu", t.dtype, copy=True).contiguous()
+        for name, t in tensors.items()
+    }
     # One key, since safetensors writes several in any order, and equal runs must have equal files.
     return save(copies, {"release": json.dumps(release)})
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from fedpriv.data.population import UserStore
+from fedpriv.engine.indices import Indices
 from fedpriv.engine.lanes import MixingError
 from fedpriv.engine.schedule import Integers, counted, largest_batch, steps_of
 from fedpriv.engine.side_by_side import step_class
@@ -244,7 +245,10 @@ class _Trials:
                 local = replace(local, steps=_TRIED_STEPS)
         self.request = replace(request, local=local, local_key=bytes(32))
         self._start = trainer.begin(request)
-        self._store = trainer.users  # replaced by random users
+        self._store = users = trainer.users  # replaced by random users
+        indices = Indices(trainer.task, users)
+        whole = [name for name in trainer.task.fields if users.fields[name].dtype.kind not in "fc"]
+        self._largest = {name: indices.largest(name, _LARGE) for name in whole}
 
     def check(self) -> None:
         """Raise ModelError if the model cannot be trained, or gives a user different results."""
@@ -352,7 +356,7 @@ class _Trials:
             if column.dtype.kind in "fc":
                 fields[name][:] = rng.random(fields[name].shape, np.float32)
             else:  # if possible, neither 0, which often is a blank, nor a large number
-                largest = trainer.indices.largest(name, _LARGE)
+                largest = self._largest[name]
                 low, high = (1, (largest + 1) // 2) if largest > 1 else (0, largest)
                 fields[name][:] = rng.integers(low, high, fields[name].shape, endpoint=True)
         self._store = UserStore(fields, np.cumsum([0, *sizes]))

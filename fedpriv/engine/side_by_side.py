@@ -5,13 +5,14 @@ last step, the others continue in fewer lanes, if these suffice. A batch of more
 split into slices, whose gradients are added in order.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedpriv.engine.arithmetic import (
     Activations,
@@ -21,7 +22,7 @@ from fedpriv.engine.arithmetic import (
 )
 from fedpriv.engine.descent import Descent, is_plain
 from fedpriv.engine.examples import Batches, Examples
-from fedpriv.engine.kept import KeptModel, trained_copy
+from fedpriv.engine.kept import KeptModel
 from fedpriv.engine.lanes import ROUNDED, Derived, Done, Lanes, MixingError, Rows, Weights
 from fedpriv.engine.products import OWN_FUNCTIONS, LowRank
 from fedpriv.engine.schedule import mask_words
@@ -80,9 +81,17 @@ class SideBySideModel:
     rounded: tuple[int, ...] = ()  # sizes of results, per example, of functions in `ROUNDED`
 
     @classmethod
-    def of(cls, task: Task, device: torch.device, x: Inputs, y: Tensor) -> "SideBySideModel":
-        """Return the model of a task, tried on a few rows; MixingError if it may mix users."""
-        model = trained_copy(task.model, device)
+    def of(
+        cls, task: Task, working: nn.Module, x: Inputs, y: Tensor, *, training: bool = True
+    ) -> "SideBySideModel":
+        """Return the model of a task, tried on a few rows; MixingError if it may mix users.
+
+        `working` is a copy of the task's model in which all is restored before each use. Frozen
+        parameters are shared with it.
+        """
+        frozen = {id(p): p for p in working.parameters() if not p.requires_grad}
+        model, device = copy.deepcopy(working, frozen), y.device
+        model = model if training else model.eval()
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         weights = {id(p): Weights.of(p.detach()[None]) for p in trained.values()}
         for module in model.modules():

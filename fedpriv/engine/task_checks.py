@@ -443,7 +443,7 @@ def _kinds(inputs: Inputs) -> str:
 
 def _check_apart(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> None:
     """Refuse a task in which the loss of an example depends on other examples."""
-    model = task.evaluated().model
+    model = task.apart().model.eval()
 
     def losses(rows: slice) -> Tensor:
         outputs = _outputs_once(model, tensors, each_input(lambda t: t[rows], x))

@@ -140,11 +140,6 @@ class Trainer:
     naming: bool = False  # whether to report users who count as zero
 
     @cached_property
-    def evaluated(self) -> Task:
-        """The task in evaluation mode."""
-        return self.task.evaluated()
-
-    @cached_property
     def constants(self) -> TorchTensors:
         """Frozen parameters and buffers, on the device."""
         with plain_arithmetic(self.device):
@@ -172,7 +167,7 @@ class Trainer:
     @cached_property
     def indices(self) -> Indices:
         """Finds users with integers that the task refuses."""
-        return Indices(self.evaluated, self.users)
+        return Indices(self.task, self.users)
 
     @cached_property
     def graphs(self) -> Graphs | None:
@@ -191,13 +186,14 @@ class Trainer:
     def side_by_side(self) -> SideBySideModel:
         """The model of users who train side by side; MixingError if they cannot."""
         with plain_arithmetic(self.device):
-            return SideBySideModel.of(self.task, self.device, *self.two_rows)
+            return SideBySideModel.of(self.task, self.alone.model, *self.two_rows)
 
     @cached_property
     def measured(self) -> SideBySideModel:
-        """The model of users side by side, for the task in evaluation mode."""
+        """The model of users side by side, in evaluation mode."""
         with plain_arithmetic(self.device):
-            return SideBySideModel.of(self.evaluated, self.device, *self.two_rows)
+            given = self.task, self.alone.model, *self.two_rows
+            return SideBySideModel.of(*given, training=False)
 
     @property
     def _product_precision(self) -> AbstractContextManager[None]:
@@ -356,7 +352,7 @@ class Trainer:
         reported = TorchTensors()
         if request.measured:
             blocks, groups = self._blocks(start, examples), request.clipping.groups
-            reported = user_metrics(self.evaluated, blocks, request.measured, updates, groups)
+            reported = user_metrics(self.task, blocks, request.measured, updates, groups)
         if CONTRIBUTORS in request.metrics:
             reported[CONTRIBUTORS.tensor] = torch.ones(examples.lanes, device=self.device)
         return {**updates, **reported}
@@ -422,13 +418,13 @@ class Trainer:
             lanes, model = examples.lanes, self.measured
             model.kept.copy_from(start.constants)
             run = partial(model.outputs, same_for_all(start.parameters, lanes), lanes)
-            measuring = Measuring(self.evaluated, model.kept.model, run)
+            measuring = Measuring(self.task, model.kept.model, run)
             for x, y, exists in examples.blocks():
                 model.kept.put_back()
                 yield measuring.seen(x, y), exists
             return
         with self.alone.begun(start, training=False) as alone:
-            measuring = Measuring(self.evaluated, alone, partial(outputs_of, alone))
+            measuring = Measuring(self.task, alone, partial(outputs_of, alone))
             for x, y, exists in examples.blocks():
                 yield measuring.seen(x, y), exists
 

@@ -224,7 +224,7 @@ class UserEvaluation:
         They must be the same after users with extreme numbers were asked.
         """
         two = {name: rows[name][:2] for name in self.task.fields}
-        indices = Indices(self.task.evaluated(), self.users)
+        indices = Indices(self.task, self.users)
         whole = [n for n, column in two.items() if column.dtype.kind in "biu"]
         for question in questions_about(self.task, self._initial, self.metrics):
             of, name = cast(QuantityFunction, question.of), question.metric.name

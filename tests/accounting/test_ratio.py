@@ -89,7 +89,7 @@ def test_merged_points_are_the_exact_means_within_the_errors(
 ) -> None:
     found = add(ratios(law), ratios(law), np.log(edges), merge)
     whole = [(a + b, p * q) for (a, p), (b, q) in itertools.product(exact(law), repeat=2)]
-    bins = exact_bins(whole, np.concatenate([[0.0], np.exp(np.log(edges))]))
+    bins = exact_bins(whole, add(ratios(law), ratios(law), np.log(edges), spread).value)
     bins = [one for one in bins if one]
     if len(bins) == len(found.mass):  # no value is so near an edge that it is rounded across it
         for value, mass, one in zip(found.value, found.mass, bins, strict=True):
@@ -97,6 +97,19 @@ def test_merged_points_are_the_exact_means_within_the_errors(
             mean = sum(v * m for v, m in one) / q
             assert abs(Fraction(float(mass)) / q - 1) <= found.mass_error
             assert abs(Fraction(float(value)) / mean - 1) <= found.value_error
+
+
+@pytest.mark.parametrize("reach", [1e-9, 1e-3, 3.0, 480.0])
+def test_values_at_edges_and_next_to_them_are_on_the_right_side(reach: float) -> None:
+    zero, log_edges = ratios([(0.0, 1.0)]), np.linspace(-reach, reach, 301)
+    edge = add(zero, zero, log_edges, spread).value
+    assert edge[0] == 0.0
+    assert edge[1:] == pytest.approx(np.exp(log_edges), rel=max(1e-15, reach / 2**15))
+    inner = edge[1:]
+    value = np.array([0.0, *np.nextafter(inner, 0.0), *inner, *np.nextafter(inner, np.inf), 1e220])
+    found = add(RatioSum(1, value, np.ones(len(value)), 0.0, 0.0, 0.0), zero, log_edges, merge)
+    # The number of values from each edge on and below the next: 0 and one, three, and one more.
+    assert found.mass.tolist() == [2.0, *[3.0] * 300, 3.0]
 
 
 @pytest.mark.parametrize("shape", [spread, merge])

@@ -50,7 +50,7 @@ def test_the_mlp_by_hand() -> None:
 def test_models_are_accepted_and_their_users_go_side_by_side(name: str) -> None:
     task = Task(build_model(name, SMALL[name], 0), cross_entropy)
     check_task(task, {"x": TEXT.numpy(), "y": TEXT.numpy()}, apart=True)
-    found = SideBySideModel.of(task, torch.device("cpu"), TEXT[:2], TEXT[:2])
+    found = SideBySideModel.of(task, task.model, TEXT[:2], TEXT[:2])
     layers = {n for n, layer in task.model.named_modules() if isinstance(layer, nn.Linear)}
     assert {layer.keys[0].removesuffix(".weight") for layer in found.layers} == layers
 

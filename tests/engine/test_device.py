@@ -60,7 +60,7 @@ def everything() -> list[tuple[str, LocalTraining, str]]:
 def trainer_of(task: Task, users: UserStore) -> Trainer:
     """Decides what depends on values, on the CPU and before a chunk trains."""
     trainer = Trainer(task, users, None, DEVICE, 2**27, "float32", observed=True)
-    _ = trainer.evaluated, trainer.alone, trainer.constants
+    _ = trainer.alone, trainer.constants
     return trainer
 
 

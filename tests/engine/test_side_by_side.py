@@ -304,7 +304,9 @@ def test_no_way_out_of_a_lane_leads_into_another(escape: str, loss: Loss) -> Non
 
 def losses_and_gradients(task: Task, x: Tensor, y: Tensor) -> list[Tensor]:
     """Of four users in two slices one after another: [4, …] each."""
-    model = SideBySideModel.of(task, CPU, torch.zeros(2, 6), torch.zeros(2, dtype=torch.int64))
+    model = SideBySideModel.of(
+        task, task.model, torch.zeros(2, 6), torch.zeros(2, dtype=torch.int64)
+    )
     own = {n: p.expand(4, *p.shape).clone().requires_grad_() for n, p in task.trainable().items()}
     found = list[Tensor]()
     for _ in range(2):

@@ -169,6 +169,41 @@ def test_what_is_checkpointed_is_computed_again_by_the_same_numbers(kind: str) -
     np.testing.assert_allclose(*(t * request.clipping.steps for t in (found, expected)), atol=2e-6)
 
 
+class Overwriting(nn.Module):
+    """Its frozen parameter, of which other copies must know nothing, is lost after it was used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.ones(6), requires_grad=False)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = self.head(x * self.frozen)
+        self.frozen.data.fill_(float(x.detach().mean()))
+        return outputs
+
+
+def test_a_user_who_overwrites_frozen_parameters_changes_them_for_nobody_else() -> None:
+    task = Task(Overwriting(), cross_entropy)
+    transport = InProcessTransport(task, make_users(), CPU, MEMORY, processes=1, path="alone")
+    local = LocalTraining(0.1, steps=1)
+    request = request_for(task, local, list(range(len(SIZES))), "flat")
+    expected = sum(
+        total_of(transport, replace(request, users=request.users[[user]]))
+        for user in range(len(SIZES))
+    )
+    np.testing.assert_array_equal(total_of(transport, request), expected)
+    np.testing.assert_array_equal(task.model.frozen.detach(), 1.0)
+
+
+def test_what_is_frozen_is_in_memory_once_more_for_all_who_train() -> None:
+    task = Task(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), cross_entropy, frozen="0.*")
+    trainer = InProcessTransport(task, make_users(), CPU, MEMORY)._trainer
+    models = trainer.alone.model, trainer.side_by_side.kept.model, trainer.measured.kept.model
+    assert len({model[0].weight.data_ptr() for model in models}) == 1
+    assert len({model[0].weight.data_ptr() for model in (task.model, *models)}) == 2
+
+
 def test_frozen_parameters_stay_out_of_the_update() -> None:
     task = make_task()
     task.model[0].weight.requires_grad_(requires_grad=False)

@@ -248,7 +248,7 @@ class TestNode:
 
 def until(condition: Callable[[], object]) -> None:
     """Wait for a condition; one that does not come fails the test."""
-    end = time.monotonic() + 30.0
+    end = time.monotonic() + 120.0
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)

@@ -45,12 +45,13 @@ _FAR = 5e-3  # relative width of an interval of ε that suggests a misplaced win
 # Numbers of different pairs, each with a transform: up to the first they get several attempts, up
 # to the second one attempt, and more are grouped.
 _REFINED, _GROUPS = 16, 32
-_ALLOCATION_GROUPS = 12  # groups of passes of random allocation, which take up to some seconds each
+_ALLOCATION_GROUPS = 12  # groups of passes of random allocation, which take up to a second each
 # The range of noise per sensitivity, and of sampling probabilities, for computations.
 _LEAST_NOISE, _MOST_NOISE, _LEAST_PROBABILITY = 0.05, 1e6, 1e-12
 _LEAST_POISSON_NOISE = 0.02
 _NEGLIGIBLE = PoissonPair(_LEAST_PROBABILITY, _MOST_NOISE)
-_TAIL = 1e-4  # share of δ for losses that count as infinite, if it is larger than 1/e^ε
+# Share of δ for losses that count as infinite, relative to ε times the steepness, and at most.
+_TAIL, _MOST_TAIL = 1e-4, 1e-3
 _TOLERANCE = 2e-4  # share of ε for the lattice of the upper bound
 _CERTAINTY = 10.0  # minus the log of the share of δ that may wrap around the window
 _LEAST_LOG_DELTA = math.log(1e-100)
@@ -359,9 +360,9 @@ class _Aim(NamedTuple):
     steepness: float
 
 
-def _cumulant(pairs: Pairs, tail: float, direction: Direction) -> _Cumulant:
-    """Return the cumulant of these events in one direction."""
-    sketches = [pair.at_least_as_bad(tail).sketch(tail) for pair in pairs]
+def _cumulant(pairs: Pairs, tail: float, direction: Direction, share: float = 1.0) -> _Cumulant:
+    """Return the cumulant without losses rarer than `tail`; laws may cut off a share of that."""
+    sketches = [pair.at_least_as_bad(share * tail).sketch(tail) for pair in pairs]
     shape = len(sketches), max(len(sketch.loss) for sketch in sketches)
     log_mass, loss = np.full(shape, -np.inf), np.zeros(shape)
     for row, sketch in enumerate(sketches):
@@ -374,7 +375,8 @@ def _cumulant(pairs: Pairs, tail: float, direction: Direction) -> _Cumulant:
 
 def _without_rare(pairs: Pairs, log_delta: float, direction: Direction) -> _Cumulant:
     """Return the cumulant without losses rarer than δ/2 in all rounds, for Chernoff bounds."""
-    return _cumulant(pairs, math.exp(log_delta) / (2 * sum(pairs.values())), direction)
+    rare = math.exp(log_delta) / (2 * sum(pairs.values()))
+    return _cumulant(pairs, rare, direction, 2 * _MOST_TAIL)  # mostly the laws of the lattice
 
 
 def _aim_at_delta(pairs: Pairs, delta: float, direction: Direction) -> _Aim:
@@ -415,7 +417,7 @@ def _resolved(
     step = _step(_without_rare(pairs, aim.log_delta, direction), aim, precision)
     rounds = sum(pairs.values())
     # A share x of δ moves ε by about x/steepness.
-    share = min(_TAIL * precision * max(1.0, aim.steepness * aim.epsilon), 1e-3)
+    share = min(_TAIL * precision * max(1.0, aim.steepness * aim.epsilon), _MOST_TAIL)
     tail = share * math.exp(aim.log_delta) / rounds
     k = _cumulant(pairs, tail, direction)
     best = _chernoff(k, aim.epsilon, min(aim.log_delta, _LEAST_LOG_DELTA)).steepness

@@ -12,9 +12,9 @@ parts of it are merged into their means (Shaked & Shanthikumar 2007, Section 3.A
 independent variables keep the order (Theorem 3.A.12). So `spread` and `merge` put the sum
 R = r₁ + … + r_n back on few points after every addition, once above it and once below; both errors
 are second order in the distance of the points. (Feldman & Shenfeld 2026, arXiv 2602.17284, compute
-such losses by adding ratios.) Nothing is subtracted, so even the smallest masses are accurate. The
-relative error of an addition is at most u·(2c + 16) in masses and in values, where u = 2⁻⁵³ and a
-term goes through at most c sums.
+such losses by adding ratios.) Even the smallest masses are accurate, as they are only added. The
+relative error of an addition is at most u·(2c + 16) in masses, and in the mean of an interval, from
+which `spread` and `merge` follow, where u = 2⁻⁵³ and a term goes through at most c sums.
 
 For k > 1, shuffle the n rounds and cut them into k blocks. One round drawn from each block is a
 uniform draw of k rounds, by symmetry. Let the blocks be drawn anew for each user, and let the
@@ -52,7 +52,8 @@ from fedpriv.accounting.pld.sampled_examples import PoissonPair, gaussian_masses
 from fedpriv.accounting.round_counts import Vector
 
 _ULP = 2.0**-53
-_PAIRS_AT_ONCE = 1 << 17
+_PAIRS_AT_ONCE = 1 << 15
+_LEADING_BITS = 18  # of edges between intervals, above those that all have: 2 MB of a table
 _MASS_ERROR, _VALUE_ERROR = 1e-12, 3e-12  # relative, of the intervals of one round and their means
 _LARGEST_LOG = 500.0  # values beyond e^±500 are rounded, to avoid underflow of relevant products
 # Probabilities of tails that are cut off; points are dense down to their square roots.
@@ -62,13 +63,12 @@ _MOST_ROUNDS = 1 << 30
 _KEPT = 512  # sums in the cache, some 50 kB each; enough for all passes of one price
 
 # Distances of points: relative to their distance from the median, and at most relative to
-# max(2, 1/z); and the factor of both below the median. With these, intervals of ε are narrower
-# than a thousandth.
-_NEAR, _FAR, _BELOW = 0.005, 0.009, 3.0
+# max(2, 1/z); and the factors of both below the median, and in tails. With these, intervals of ε
+# are narrower than a thousandth.
+_NEAR, _FAR, _BELOW, _SPARSE = 0.005, 0.009, 3.0, 8.0
 MOST_PARTICIPATIONS = 32  # of a `SubsetPair`
 _BINS, _RARE = 512, 1e-60
 _COARSE = 64  # points of a summand for the outline of a sum
-_BEYOND = 1.5  # extent of points, relative to that of the outline from the median
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ def merge(edge: Vector, mass: Vector, excess: Vector) -> tuple[Vector, Vector, f
 
 def one_round(z: float, log_edges: Vector, shape: Shape) -> RatioSum:
     """Return the ratio of one round."""
-    log_edges, edge = _distinct(log_edges)
-    x = np.concatenate([[-np.inf], z**2 * log_edges + 0.5, [np.inf]])
+    edge, _ = _edges(log_edges)
+    x = np.concatenate([[-np.inf], z**2 * np.log(edge[1:]) + 0.5, [np.inf]])
     absent, present = (gaussian_masses(x[:-1], x[1:], mean, z) for mean in (0.0, 1.0))
     points = shape(edge, absent, np.maximum(present - edge * absent, 0.0))
     return RatioSum(1, *points, _VALUE_ERROR, _MASS_ERROR)
@@ -125,9 +125,11 @@ def one_round(z: float, log_edges: Vector, shape: Shape) -> RatioSum:
 
 def add(first: RatioSum, second: RatioSum, log_edges: Vector, shape: Shape) -> RatioSum:
     """Return the sum of two independent ones, of different rounds."""
-    _, edge = _distinct(log_edges)
-    size = len(edge)
-    mass, excess, terms = np.zeros(size), np.zeros(size), 0
+    edge, shift = _edges(log_edges)
+    # The bits of positive numbers are in their order, so leading bits tell the interval of a value.
+    keys, size = edge[1:].view(np.int64) >> shift, len(edge)
+    table = np.repeat(np.arange(size), np.diff(keys, prepend=keys[0] - 1, append=keys[-1] + 1))
+    mass, mean, terms = np.zeros(size), np.zeros(size), 0
     rows = max(1, _PAIRS_AT_ONCE // len(second.value))
     for start in range(0, len(first.value), rows):
         block = slice(start, start + rows)
@@ -137,11 +139,11 @@ def add(first: RatioSum, second: RatioSum, log_edges: Vector, shape: Shape) -> R
             weights[rows:] *= 2  # the columns to the left of this block are its mirror image
         value = (first.value[block, None] + values).ravel()
         weight = (first.mass[block, None] * weights).ravel()
-        interval = np.searchsorted(edge, value, side="right") - 1
+        interval = table.take((value.view(np.int64) >> shift) - (keys[0] - 1), mode="clip")
         mass += np.bincount(interval, weight, size)
-        excess += np.bincount(interval, weight * (value - edge[interval]), size)
+        mean += np.bincount(interval, weight * value, size)
         terms = max(terms, int(np.bincount(interval).max()))
-    value, mass, infinite = shape(edge, mass, excess)
+    value, mass, infinite = shape(edge, mass, np.maximum(mean - edge * mass, 0.0))
     infinite += first.infinite + second.infinite
     rounding = _ULP * (2 * (terms + math.ceil(len(first.value) / rows)) + 16)
     value_error = max(first.value_error, second.value_error) + rounding
@@ -149,15 +151,17 @@ def add(first: RatioSum, second: RatioSum, log_edges: Vector, shape: Shape) -> R
     return RatioSum(first.rounds + second.rounds, value, mass, infinite, value_error, mass_error)
 
 
-def _distinct(log_edges: Vector) -> tuple[Vector, Vector]:
-    """Return logarithms of edges that differ after rounding, and 0 followed by these edges."""
-    edge, first = np.unique(np.exp(log_edges), return_index=True)
-    return log_edges[first], np.concatenate([[0.0], edge])
+def _edges(log_edges: Vector) -> tuple[Vector, int]:
+    """Return 0 and edges, rounded down to their leading bits, and how many bits are rounded off."""
+    bits = np.exp(log_edges).view(np.int64)
+    shift = max(0, int(bits[-1] - bits[0]).bit_length() - _LEADING_BITS)
+    return np.append(0.0, (np.unique(bits >> shift) << shift).view(np.float64)), shift
 
 
 def coarse(ratios: RatioSum, points: int) -> tuple[Vector, Vector]:
     """Return positive means, and masses, of at most `points` groups of neighbouring points."""
-    first = np.arange(0, len(ratios.value), -(-len(ratios.value) // points))
+    share = np.linspace(0.0, 1.0, points, endpoint=False)
+    first = np.unique((len(ratios.value) * share**2 * (3 - 2 * share)).astype(np.int64))
     mass = np.add.reduceat(ratios.mass, first)
     total = np.add.reduceat(ratios.mass * ratios.value, first)
     positive = total > 0  # a mean may underflow
@@ -173,9 +177,9 @@ def sum_of_ratios(rounds: int, z: float, tail: float, shape: Shape) -> RatioSum:
     mu = 1 / z
     far = _FAR * max(2.0, mu)
     if rounds == 1:
-        middle, reach = -(mu**2) / 2, -float(ndtri(tail))
-        edges = _spaced(middle - mu * reach, middle, mu * reach - middle, mu, far)
-        return one_round(z, edges, shape)
+        reach = mu * ndtri([tail, math.sqrt(tail), 0.5])
+        ends = np.append(reach, -reach[1::-1]) + mu**2 / 2 * np.array([-1, -1, -1, 1, 1])
+        return one_round(z, _spaced(ends, mu, far), shape)
     half = sum_of_ratios(rounds // 2, z, tail, shape)
     total = add(half, half, _spaced(*_outline(half, half, tail), far), shape)
     if rounds % 2:
@@ -184,37 +188,34 @@ def sum_of_ratios(rounds: int, z: float, tail: float, shape: Shape) -> RatioSum:
     return total
 
 
-def _outline(first: RatioSum, second: RatioSum, tail: float) -> tuple[float, float, float, float]:
-    """Return the lower end, median, upper end and scale of the logarithm of a sum."""
+def _outline(first: RatioSum, second: RatioSum, tail: float) -> tuple[Vector, float]:
+    """Return five ends, as of `_spaced`, and the scale of the logarithm of a sum."""
     (one, p), (other, q) = coarse(first, _COARSE), coarse(second, _COARSE)
     value, mass = (one[:, None] + other).ravel(), (p[:, None] * q).ravel()
     order = np.argsort(value)
-    log_value, mass = np.log(value[order]), mass[order]
-    absent = np.cumsum(mass)
-    present = np.cumsum((mass * value[order])[::-1])[::-1] / (first.rounds + second.rounds)
-    low = log_value[min(int((absent < tail).sum()), len(mass) - 1)]
-    high = log_value[max(int((present > tail).sum()) - 1, 0)]
-    below, middle, above = (float(x) for x in np.interp([0.16, 0.5, 0.84], absent, log_value))
-    low, high = (float(middle + _BEYOND * (end - middle)) for end in (low, high))
-    return low, middle, high, (above - below) / 2
+    logs, mass, tails = np.log(value[order]), mass[order], [tail, math.sqrt(tail)]
+    present = np.cumsum((mass * value[order])[::-1]) / (first.rounds + second.rounds)
+    most, high = np.interp(tails, present, logs[::-1])
+    least, low, below, middle, above = np.interp([*tails, 0.16, 0.5, 0.84], np.cumsum(mass), logs)
+    return np.array([least, low, middle, high, most]), float(above - below) / 2
 
 
-def _spaced(low: float, middle: float, high: float, scale: float, far: float) -> Vector:
+def _spaced(ends: Vector, scale: float, far: float) -> Vector:
     """Return points with distances that increase with the distance from the middle up to `far`.
 
-    δ depends on large ratios, so points below the middle may be farther apart.
+    Ends are the lowest point, the lowest dense one, the middle, the highest dense one, and the
+    highest. δ depends on large ratios, so points below the middle may be farther apart, and hardly
+    on tails.
     """
-    turn = math.sqrt(max((far / _NEAR) ** 2 - scale**2, 0.0))  # _NEAR·hypot(turn, scale) = far
-
-    def distances(reach: float, factor: float) -> Vector:
-        places = np.arange(0.0, math.asinh(min(turn, reach) / scale), factor * _NEAR)
-        return np.concatenate(
-            [scale * np.sinh(places), np.arange(turn, reach, factor * far), [reach]]
-        )
-
-    below = distances(middle - max(low, -_LARGEST_LOG), _BELOW)
-    above = distances(min(high, _LARGEST_LOG) - middle, 1.0)
-    return np.concatenate([middle - below[::-1], middle + above[1:]])
+    least, low, middle, high, most = np.clip(ends, -_LARGEST_LOG, _LARGEST_LOG)
+    first, last = (math.asinh((end - middle) / scale) for end in (least, most))
+    place = np.linspace(first, last, 1 << 11)
+    point = middle + scale * np.sinh(place)
+    density = np.maximum(1 / _NEAR, np.hypot(point - middle, scale) / far)
+    density /= np.where(point < middle, _BELOW, 1.0)
+    density /= np.where((point < low) | (point > high), _SPARSE, 1.0)
+    number = np.cumsum(density * (place[1] - place[0]))
+    return np.asarray(np.interp(np.arange(math.ceil(number[-1]) + 1), number, point))
 
 
 def allocation_pairs(rounds: int, participations: int, noise_multiplier: float) -> Pairs:
