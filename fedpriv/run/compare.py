@@ -270,9 +270,8 @@ def _complete(
     yields each run that ended, and None from time to time.
     """
     if holds_results_alone(folder):
-        raise InvalidValueError(
-            f"{folder} holds the results of a study without its runs; choose another folder"
-        )
+        sentence = f"{folder} holds the results of a study without its runs; choose another folder"
+        raise InvalidValueError(sentence)
     finished = finished_runs(study, folder)
     runs = start([cell for cell in study.cells if cell not in finished])
     with writing(folder):
