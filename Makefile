@@ -73,7 +73,7 @@ bench: .venv/installed-test bench-rivals
 	$(BIN)/python -m simulations.federation_load
 	$(BIN)/python -m simulations.hostile_load
 	$(BIN)/python -m simulations.flower_overhead
-	$(BIN)/python -m simulations.scale
+	$(BIN)/python -m simulations.scale users cohorts rounds adaptive-rounds arms
 
 # Beside pfl, Flower on Ray and Opacus, which are installed apart from all else; DEVICE=cuda: on a GPU.
 bench-rivals: .venv-rivals/installed

@@ -1,28 +1,49 @@
-"""Rounds of 1,000 users of 10 million, beside rounds of 1,000 users of 10,000; and large cohorts.
+"""How cost and memory grow: with users, data, cohorts, rounds, and arms of a study.
 
-Both populations lie in memory-mapped stores. Their rounds, whole ones with ledger, participation
-record and noise, alternate, and medians are compared. Users train in processes, as those of
-`fedpriv simulate` do. Then a cohort whose data are several times the memory taken trains in one
-round.
+    python -m simulations.scale PART... --json simulations/results/scale.json
 
-    python -m simulations.scale --json simulations/results/scale.json
+Each part is written when it ends, in place of its last figures. The parts:
+
+* users: rounds of 1,000 users of 10 million, beside rounds of 1,000 users of 10,000; both lie in
+  memory-mapped stores, and their rounds, whole ones with ledger, participation record and noise,
+  alternate. Then a cohort whose data are several times the memory taken trains in one round.
+* data: rounds of 1,000 users of a memory-mapped store of 20 GB, and of a small one.
+* cohorts: rounds of 1,000, 10,000 and 100,000 of a million users.
+* rounds, adaptive-rounds: 200 rounds of 20 users after round 1,000, 10,000 and 99,000 of a run of
+  100,000, with fixed and with adaptive clipping norms; the rounds before have cohorts, charges and
+  metrics as all others, but trained nobody. Durable writes take no time if `--folder` is in memory,
+  as `/dev/shm` is.
+* arms: studies of 10 and 100 arms, and their reports.
+
+Every measurement but those of users has a process of its own, and users train in forks of it, as
+those of `fedpriv simulate` do. Its seconds are those of processors, where nothing else is said, and
+its peaks of memory the kernel's `VmHWM`, added up over processes, so that what these share counts
+several times.
 """
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
 import os
+import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import ParamSpec, TypeVar
+from unittest.mock import patch
 
+import numpy as np
 import torch
+from pydantic_core import to_json
 
+import fedpriv
 from fedpriv.accounting.accountants import ACCOUNTANTS
 from fedpriv.data.builtin import synthetic_population
 from fedpriv.data.population import UserStore
@@ -30,15 +51,30 @@ from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of
 from fedpriv.experiment.models import mlp
 from fedpriv.ledger.events import PrivacyBudget
+from fedpriv.ledger.ledger import Ledger, ProposedCharge
+from fedpriv.ledger.participation import ParticipationRecord, record_path
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.run.compare import run_study
+from fedpriv.run.folder import RunFolder, write_report
 from fedpriv.training.optimizers import FedAvg
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.request import LocalTraining
-from fedpriv.training.rounds import initial_state, train
+from fedpriv.training.rounds import (
+    CONTRIBUTORS_METRIC,
+    RoundResult,
+    checkpoints,
+    initial_state,
+    load_checkpoint,
+    save_checkpoint,
+    train,
+)
 from simulations.benchmarks.machine import made_by
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _PART = 4_000_000  # numbers of x that are made at once
 _FEW = (4, (16,))  # examples of a user and shape of one, where users are many
@@ -48,7 +84,7 @@ _MEBIBYTE = 2**20
 
 @dataclass(frozen=True)
 class Scale:
-    """What is measured."""
+    """What is measured of users."""
 
     users: int  # of the large population
     fewer: int  # of the small one
@@ -59,7 +95,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured."""
+    """What was measured of users."""
 
     seconds: list[float]  # of rounds of the large population
     seconds_of_fewer: list[float]  # of rounds of the small one
@@ -192,28 +228,333 @@ def summary(found: Found) -> dict[str, float]:
     }
 
 
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds of one size."""
+
+    users: int  # of the population
+    cohort: int  # expected
+    mebibytes: float  # size of the population's data
+    seconds: list[float]  # of each round after the first, on the wall
+    cpu_seconds: list[float]  # likewise, of all processes together
+    peak_mebibytes: float  # of memory, to the end of the rounds
+
+    @property
+    def users_per_cpu_second(self) -> float:
+        """Expected users of all rounds over their time of all processors together."""
+        return self.cohort * len(self.cpu_seconds) / sum(self.cpu_seconds)
+
+
+def cpu_seconds() -> float:
+    """Seconds of processors that this process took, and its children that still run."""
+    ticks = 0
+    for child in multiprocessing.active_children():
+        stat = Path(f"/proc/{child.pid}/stat").read_text(encoding="utf-8")
+        ticks += sum(map(int, stat.rpartition(")")[2].split()[11:13]))  # utime and stime
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def peak_mebibytes() -> float:
+    """Most memory that this process ever took, plus that of each of its children that still run."""
+    kibibytes = 0
+    for process in ("self", *(child.pid for child in multiprocessing.active_children())):
+        lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
+        kibibytes += next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    return kibibytes / 1024
+
+
+def apart(measured: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(measured, *args, **kwargs).result()
+
+
+def rounds_on(store: Path, cohort: int, rounds: int, *, large: bool) -> Rounds:
+    """Run rounds on a saved store: of an MLP if its examples are `large`, else of a small one."""
+    users, device = UserStore.load(store), torch.device("cpu")
+    task = Task(mlp() if large else mlp(16, 32), cross_entropy)
+    local = LocalTraining(learning_rate=0.1, batch_size=10, epochs=1)
+    memory = chunk_memory_of(None, device)
+    transport = InProcessTransport(task, users, device, memory, timed=True, cohort=cohort)
+    with tempfile.TemporaryDirectory(dir=store.parent) as folder:
+        with rounds_of(Path(folder) / "run", transport, cohort, local) as seconds:
+            taken, spent = [next(seconds)], [cpu_seconds()]
+            for _ in range(rounds):
+                taken.append(next(seconds))
+                spent.append(cpu_seconds())
+        peak = peak_mebibytes()
+        transport.release_resources()
+    size = sum(file.stat().st_size for file in store.glob("field-*")) / _MEBIBYTE
+    cpu = [b - a for a, b in itertools.pairwise(spent)]
+    return Rounds(users.population, cohort, size, taken[1:], cpu, peak)
+
+
+def of_data(folder: Path, users: int, fewer: int, cohort: int, rounds: int) -> list[Rounds]:
+    """Run rounds of a small population, and as many of one with much data."""
+    stores = {folder / "small": fewer, folder / "large": users}
+    for store, count in stores.items():
+        apart(_save, store, count, *_MANY)
+    return [apart(rounds_on, store, cohort, rounds, large=True) for store in stores]
+
+
+def of_cohorts(folder: Path, users: int, rounds: Mapping[int, int]) -> list[Rounds]:
+    """Run so many rounds of cohorts of each size, of one population."""
+    store = folder / "users"
+    apart(_save, store, users, *_FEW)
+    return [apart(rounds_on, store, size, n, large=False) for size, n in rounds.items()]
+
+
+def _save(folder: Path, users: int, examples: int, shape: tuple[int, ...]) -> None:
+    if not folder.exists():
+        saved(folder, users, examples, shape)
+
+
+@dataclass(frozen=True)
+class AtRound:
+    """A run that was resumed late, and its ledger and report then."""
+
+    round: int  # after which it was resumed
+    epsilon: float  # when it was cut short again
+    resume_seconds: float  # from the call to the end of one more round
+    cpu_milliseconds: float  # of each of the next rounds
+    wall_milliseconds: float  # likewise
+    peak_mebibytes: float  # of memory
+    open_seconds: float  # opening the ledger and pricing its charges
+    verify_seconds: float  # checking every charge and every cohort
+    ledger_mebibytes: float
+    participation_mebibytes: float
+    metrics_mebibytes: float
+    report_seconds: float
+    report_mebibytes: float  # size of the page
+    report_peak_mebibytes: float  # of memory
+
+
+def long_run(
+    folder: Path, planned: int, late: Sequence[int], rounds: int, *, adaptive: bool
+) -> list[AtRound]:
+    """Begin a run, bring it to each of some `late` rounds, and resume it there for more rounds."""
+    run = folder / "run"
+    apart(resumed, run, planned, 2, adaptive=adaptive)
+    found = []
+    for number in late:
+        fill(run, number, adaptive=adaptive)
+        went_on = apart(resumed, run, planned, rounds, adaptive=adaptive)
+        files = ("ledger.sqlite", "ledger.participation.sqlite", "metrics.jsonl")
+        sizes = ((run / file).stat().st_size / _MEBIBYTE for file in files)
+        figures = (*went_on, *ledger_seconds(run / files[0]), *sizes, *apart(reported_in, run))
+        found.append(AtRound(number, *figures))
+    return found
+
+
+def resumed(
+    out: Path, planned: int, rounds: int, *, adaptive: bool
+) -> tuple[float, float, float, float, float]:
+    """Begin or resume a run of 20 of 200 users, and cut it short after some more rounds.
+
+    Returns ε, seconds to the end of the first round, milliseconds of processors and of wall time of
+    each of the others, and the peak of memory.
+    """
+    marks = []
+
+    def mark(result: RoundResult) -> None:
+        marks.append((result.epsilon, time.perf_counter(), time.process_time()))
+        if len(marks) == rounds:
+            raise KeyboardInterrupt
+
+    torch.set_num_threads(1)
+    users = synthetic_population(200, 4, (8,), classes=4, test_rows=100)
+    mechanism = fedpriv.Mechanism.poisson(
+        q=0.1,
+        clipping=fedpriv.Flat(0.5),
+        adaptive=fedpriv.AdaptiveClipping() if adaptive else None,
+    )
+    began = time.process_time()
+    with suppress(KeyboardInterrupt):
+        fedpriv.simulate(
+            users,
+            fedpriv.Task(torch.nn.Linear(8, 4)),
+            mechanism.calibrate(epsilon=8.0, delta=1e-3, rounds=planned),
+            local=fedpriv.SGD(0.5, batch_size=4, epochs=1),
+            server=fedpriv.FedAvg(),
+            out=out,
+            resume=True,
+            evaluate_every=100,
+            trackers=[mark],
+            engine=fedpriv.Engine(processes=1),
+            quiet=True,
+        )
+    (_, first, first_cpu), (epsilon, last, last_cpu) = marks[0], marks[-1]
+    each = 1000.0 / (rounds - 1)
+    cpu, wall = each * (last_cpu - first_cpu), each * (last - first)
+    return epsilon, first_cpu - began, cpu, wall, peak_mebibytes()
+
+
+def fill(out: Path, until: int, *, adaptive: bool) -> None:
+    """Bring a run to a round, with cohorts, charges, metrics and a checkpoint, but no training.
+
+    With `adaptive` norms, they differ in each round. Writes are durable at the end alone.
+    """
+    folder, rng = RunFolder(out), np.random.default_rng(0)
+    checkpoint = load_checkpoint(checkpoints(folder.checkpoints)[-1])
+    last = folder.results()[-1]
+    # As if all users counted; a count that is repeated would not average out and end the run.
+    metrics = {**last.metrics, CONTRIBUTORS_METRIC: last.expected_cohort_size}
+    with (
+        Ledger.open(folder.ledger) as ledger,
+        ParticipationRecord.open(record_path(folder.ledger)) as record,
+        ExitStack() as together,
+    ):
+        (*_, row) = ledger.charges()
+        for database in (ledger.database, record.database):
+            together.enter_context(database.transaction())
+            together.enter_context(patch.object(database, "transaction", nullcontext))
+        lines = together.enter_context(folder.metrics.open("ab"))
+        for number in range(last.round + 1, until + 1):
+            scale = rng.uniform(0.5, 1.0) if adaptive else 1.0
+            queries = tuple(
+                replace(
+                    q, clipping_norm=q.clipping_norm / scale, noise_stddev=q.noise_stddev / scale
+                )
+                for q in row.event.queries
+            )
+            commitment = record.record(row.run, number, 0, np.flatnonzero(rng.random(200) < 0.1))
+            event = replace(row.event, queries=queries)
+            proposed = ProposedCharge(row.run, number, 0, row.randomness, event, commitment)
+            charge = ledger.charge(proposed)
+            result = replace(last, round=number, charge=charge.hash, metrics=metrics)
+            lines.write(to_json(asdict(result), inf_nan_mode="strings") + b"\n")
+        record.keep_head(ledger.head)
+    with Ledger.open(folder.ledger) as ledger:
+        state = replace(checkpoint.state, round=until)
+        moved = replace(checkpoint, state=state, ledger_head=ledger.head)
+    save_checkpoint(folder.checkpoints, moved)
+
+
+def ledger_seconds(path: Path) -> tuple[float, float]:
+    """Return the seconds that opening and pricing a ledger takes, and those of verifying it."""
+    began = time.process_time()
+    with Ledger.open(path) as ledger:
+        ledger.epsilon(PrivacyBudget(100.0, 1e-3, ACCOUNTANTS["tight"].upper_epsilon))
+        opened = time.process_time()
+        with ParticipationRecord.open(record_path(path)) as record:
+            ledger.verify(record)
+    return opened - began, time.process_time() - opened
+
+
+def reported_in(folder: Path) -> tuple[float, float, float]:
+    """Write a report; return seconds, MiB of the page, and the peak of memory in MiB."""
+    began = time.process_time()
+    page = write_report(folder)
+    return time.process_time() - began, page.stat().st_size / _MEBIBYTE, peak_mebibytes()
+
+
+@dataclass(frozen=True)
+class ManyArms:
+    """A study of many arms."""
+
+    arms: int
+    seconds: float  # of the study, on the wall
+    cpu_seconds: float  # likewise, of all processes together
+    peak_mebibytes: float  # of the process that started it; its workers have ended
+    report_seconds: float
+    report_mebibytes: float  # size of the page
+    report_peak_mebibytes: float  # of memory
+
+
+def study_of(folder: Path, arms: int, rounds: int) -> ManyArms:
+    """Run a study whose arms differ in their learning rates, each with one seed; report it."""
+    file = folder / f"{arms}-arms.toml"
+    rates = ", ".join(f"{0.01 * (n + 1):.2f}" for n in range(arms))
+    file.write_text(_STUDY.format(rounds=rounds, rates=rates), encoding="utf-8")
+    return ManyArms(arms, *apart(_studied, file), *apart(reported_in, file.with_suffix("")))
+
+
+def _studied(file: Path) -> tuple[float, float, float]:
+    began = time.perf_counter()
+    with Path(os.devnull).open("w") as nothing, redirect_stdout(nothing):
+        run_study(file, file.with_suffix(""), None)
+    took = time.perf_counter() - began
+    spent = sum(os.times()[:4])  # the last two are of children that have ended
+    return took, spent, peak_mebibytes()
+
+
+_STUDY = """
+name = "arms"
+seeds = 1
+target = {{ epsilon = 8.0, delta = 1e-3 }}
+[base]
+name = "arms"
+rounds = {rounds}
+data = {{ name = "synthetic", options = {{ users = 200, examples_per_user = 4, shape = [8] }} }}
+model = {{ name = "softmax", options = {{ inputs = 8, classes = 10 }} }}
+local = {{ learning_rate = 0.5, batch_size = 4, epochs = 1 }}
+server = {{ optimizer = "fedavg", options = {{ learning_rate = 1.0 }} }}
+clipping = {{ strategy = "flat", norm = 0.5 }}
+privacy = {{ sampling_probability = 0.1 }}
+[axes]
+"local.learning_rate" = [{rates}]
+"""
+
+
+def _of_users(folder: Path) -> dict[str, object]:
+    scale = Scale(users=10_000_000, fewer=10_000, cohort=1_000, rounds=21, streamed=20_000)
+    found = measure(scale, folder)
+    return {"scale": asdict(scale), "summary": summary(found), **asdict(found)}
+
+
+def _found(rounds: Sequence[Rounds]) -> dict[str, object]:
+    rows = []
+    for each in rounds:
+        row = asdict(each) | {"seconds": statistics.median(each.seconds)}
+        row["cpu_seconds"] = statistics.fmean(each.cpu_seconds)
+        row["rounds"], row["users_per_cpu_second"] = len(each.seconds), each.users_per_cpu_second
+        rows.append(row)
+    return {"rounds": rows}
+
+
+def _late(folder: Path, late: Sequence[int], *, adaptive: bool) -> dict[str, object]:
+    run = long_run(folder, 100_000, late, 200, adaptive=adaptive)
+    return {"at": [asdict(each) for each in run]}
+
+
+PARTS: Mapping[str, Callable[[Path], Mapping[str, object]]] = {
+    "users": _of_users,
+    "data": lambda folder: _found(of_data(folder, 128_000, 2_000, 1_000, 24)),
+    "cohorts": lambda folder: _found(
+        of_cohorts(folder, 1_000_000, {1_000: 300, 10_000: 30, 100_000: 10})
+    ),
+    "rounds": lambda folder: _late(folder, [1_000, 10_000, 99_000], adaptive=False),
+    "adaptive-rounds": lambda folder: _late(folder, [1_000, 10_000], adaptive=True),
+    "arms": lambda folder: {
+        "studies": [asdict(study_of(folder, arms, rounds=5)) for arms in (10, 100)]
+    },
+}
+
+
 def main() -> None:
-    """Measure, print and, if asked, keep the numbers."""
-    parser = argparse.ArgumentParser(description="rounds of small and large populations")
-    parser.add_argument("--users", type=int, default=10_000_000)
-    parser.add_argument("--fewer", type=int, default=10_000)
-    parser.add_argument("--cohort", type=int, default=1_000)
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--streamed", type=int, default=20_000, help="users of the large cohort")
-    parser.add_argument("--folder", type=Path, help="where 6 GiB of disk are free for a while")
-    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    """Measure parts, print them and, if asked, keep each."""
+    parser = argparse.ArgumentParser(description="how cost and memory grow")
+    parser.add_argument("parts", nargs="+", choices=PARTS)
+    parser.add_argument("--folder", type=Path, help="where data lie until their part ends")
+    parser.add_argument("--json", type=Path, help="where to keep the figures")
     given = parser.parse_args()
-    scale = Scale(given.users, given.fewer, given.cohort, given.rounds, given.streamed)
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        found = measure(scale, Path(folder))
-    numbers = summary(found)
-    for name, value in numbers.items():
-        print(f"{name}: {value:.4g}")
-    if given.json:
-        packages = ["fedpriv", "torch", "numpy"]
-        kept = made_by("scale", packages, threads=torch.get_num_threads())
-        kept |= {"scale": asdict(scale), "summary": numbers}
-        given.json.write_text(json.dumps(kept | asdict(found), indent=1) + "\n")
+    for part in given.parts:
+        folder = given.folder / part if given.folder else Path(tempfile.mkdtemp())
+        folder.mkdir(parents=True, exist_ok=True)
+        found = PARTS[part](folder)
+        shutil.rmtree(folder)
+        print(part, json.dumps(found, indent=1))
+        if given.json:
+            keep(given.json, part, found)
+
+
+def keep(file: Path, part: str, found: Mapping[str, object]) -> None:
+    """Put the figures of a part into a file, in place of its last ones."""
+    made = made_by("scale", ["fedpriv", "torch", "numpy"], threads=torch.get_num_threads())
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    kept[part] = {**made, **found}
+    file.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

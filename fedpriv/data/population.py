@@ -312,9 +312,8 @@ class Population:
         enrolled = {name: field for name, field in self.users.fields.items() if name != ROW_OWNERS}
         if not self.test.keys() >= enrolled.keys():  # more fields may group the rows
             fields, names = sorted(self.test.keys() - {HELD_OUT_USER}), sorted(enrolled)
-            raise DataError(
-                f"test rows have the fields {fields}; they must have those of users, {names}"
-            )
+            sentence = f"test rows have the fields {fields}; they must have those of users, {names}"
+            raise DataError(sentence)
         for name, array in self.test.items():
             check_types(**{f"test field {name!r}": (array, np.ndarray)})
             refuse_masked(f"test field {name!r}", array)
@@ -757,9 +756,8 @@ def _write_parts(folder: Path, parts: Iterable[UserStore]) -> None:
                 raise DataError(f"parts have the fields {list(like)} and {list(part.fields)}")
             for name, column in part.fields.items():
                 if (one := _per_row(like[name])) != (other := _per_row(column)):
-                    raise DataError(
-                        f"field {name!r} is {one} per row in one part, {other} in another"
-                    )
+                    sentence = f"field {name!r} is {one} per row in one part, {other} in another"
+                    raise DataError(sentence)
                 np.ascontiguousarray(column).tofile(files[name])
             before = sum(map(len, sizes))
             broken |= {before + user: why for user, why in part.broken.items()}

@@ -180,9 +180,8 @@ class SamplingEvent:
         self._check_examples()
         self._check_canaries()
         is_plain = policy is SamplingPolicy.POISSON and not self.canaries
-        require(
-            is_plain or not self.projection, "a projection has poisson sampling without canaries"
-        )
+        limit = "a projection has poisson sampling without canaries"
+        require(is_plain or not self.projection, limit)
         plain_numbers(self.places, "the population, times examples_per_user,")
         if policy is SamplingPolicy.FIXED_SIZE:
             m = round(Fraction(q) * n)
@@ -377,9 +376,8 @@ class SecureSum:
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
         n, t, d = self.nodes, self.colluding, self.dropouts
-        require(
-            is_whole(n) and n >= 2, f"least_nodes is {n!r}; it must be a whole number of at least 2"
-        )
+        limit = "it must be a whole number of at least 2"
+        require(is_whole(n) and n >= 2, f"least_nodes is {n!r}; {limit}")
         valid = type(t) is int and 0 <= t <= n - 2
         require(valid, f"colluding_nodes is {t!r}; of {n} nodes it must be from 0 to {n - 2}")
         most = n - self.quorum(n)
@@ -492,6 +490,11 @@ class RoundEvent:
         return replace(self, sampling=sampling, queries=tuple(queries))
 
     @property
+    def cost(self) -> tuple[object, ...]:
+        """All that a price depends on, but for `count`: not the split of noise among queries."""
+        return self.sampling, self.noise_multiplier, self.strategy, self.selection, self.secure_sum
+
+    @property
     def noise_multiplier(self) -> float:
         """Effective noise multiplier z of one round; 0 if any query is released without noise.
 
@@ -541,7 +544,7 @@ class PrivacyBudget:
     epsilon: float  # ε > 0, the limit; inf if only δ and the record matter
     delta: float  # δ in [1e-60, 1)
     # Returns an upper bound on the ε of events together at a δ, as `Accountant.upper_epsilon`;
-    # +inf if no finite ε holds.
+    # +inf if no finite ε holds. It may depend on nothing but each event's `cost` and `count`.
     price: Callable[[Sequence[RoundEvent], float], float]
 
     def __post_init__(self) -> None:

@@ -365,7 +365,10 @@ class Ledger(InFile):
         self.ledger_id = self._genesis.ledger_id
         self.population_name = self._genesis.population
         self._counted_head = self._genesis.head  # `_counts` and `_series` include it
+        # The first event of each cost is counted for all: with adaptive clipping norms the events
+        # of a run differ, and a price of each by itself would make rounds ever slower.
         self._counts = Counter[RoundEvent]()
+        self._first: dict[object, RoundEvent] = {}  # by its cost
         self._series = SeriesBook()
         self._randomness = Randomness.OPERATING_SYSTEM
         self._price: tuple[object, float] = (None, 0.0)  # the key of the last price, and the price
@@ -433,12 +436,12 @@ class Ledger(InFile):
         """Return ε of all charges, plus one more event of count 1 if given, at the budget's δ."""
         with self._lock:
             self._catch_up()
+            counts, request = self._counts, (self._counted_head, event, budget)
             if event is not None:
                 self._refuse_mixture(event)
+                counts = counts + Counter([self._first.get(event.cost, event)])
             # A round asks before it starts, when it is charged and when it is reported.
-            request = (self._counted_head, event, budget)
             if self._price[0] != request:
-                counts = self._counts if event is None else self._counts + Counter([event])
                 self._price = request, budget.price(repeated(counts), budget.delta)
             return self._price[1]
 
@@ -460,7 +463,7 @@ class Ledger(InFile):
             return self._series.last_of(run)
 
     def spent(self) -> list[RoundEvent]:
-        """Return all charged events with equal ones merged, in order of first use."""
+        """Return all charged events, those of one cost as the first of them, in that order."""
         with self._lock:
             self._catch_up()
             return list(repeated(self._counts))
@@ -571,7 +574,8 @@ class Ledger(InFile):
 
     def _catch_up(self) -> None:
         for row in self._walk(self._counted_head, self.head, self._series):
-            self._counts[row.event] += row.pays
+            event = self._first.setdefault(row.event.cost, row.event)
+            self._counts[event] += row.pays
             if row.randomness is Randomness.SEEDED:
                 self._randomness = row.randomness
             self._counted_head = row.head

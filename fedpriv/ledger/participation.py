@@ -190,15 +190,12 @@ class ParticipationRecord(InFile):
     def attempts(self, run: str) -> list[tuple[int, int, str]]:
         """Return round, attempt and commitment of each cohort of a run, in the order of rounds."""
         sql = "SELECT round, attempt, commitment FROM participation WHERE run = ? ORDER BY 1, 2"
-        return [
-            (n, attempt, commitment) for n, attempt, commitment in self.database.read(sql, (run,))
-        ]
+        return [tuple(row) for row in self.database.read(sql, (run,))]
 
     def has_other_runs(self, run: str) -> bool:
         """Return whether the record has a cohort of another run."""
-        return bool(
-            self.database.read("SELECT 1 FROM participation WHERE run <> ? LIMIT 1", (run,))
-        )
+        sql = "SELECT 1 FROM participation WHERE run <> ? LIMIT 1"
+        return bool(self.database.read(sql, (run,)))
 
     def users_of(self, commitment: str) -> Users:
         """Return a cohort's positions, int64 [cohort]; LedgerError if it is absent or changed."""

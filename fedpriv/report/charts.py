@@ -33,6 +33,7 @@ from fedpriv.support.disk import write_atomically, writing
 COLOURS = ("#3a86c8", "#d9622b", "#1a9a72", "#c973a6", "#c98a00", "#8a74c9", "#2aa3b8", "#8a8a8a")
 _SHAPES = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "triangle-left")
 _MARKERS = 20  # on a line, at most
+_POINTS = 2_000  # of a series, about; a page could not show more, and would grow with them
 _BREAK = 40  # characters of an axis title that fit on a phone
 _SIZE = (600, 300)  # of the plot in a file, in pixels at 96 per inch
 # Width of the legend, since Vega computes the width of the plot too late.
@@ -248,14 +249,18 @@ def _encoded(chart: Chart) -> tuple[alt.Chart, alt.Shape]:
 
 
 def _rows(chart: Chart) -> alt.InlineData:
-    """Return a row for each point, with the names of the marks that show it."""
+    """Return a row for each point that is shown, with the names of the marks that show it.
+
+    Of a series of more than `_POINTS`, points are left out at equal distances.
+    """
     rows = []
     for series in chart.series:
-        spacing = math.ceil(len(series.x) / _MARKERS)
+        spacing, step = (math.ceil(len(series.x) / most) for most in (_MARKERS, _POINTS))
         for index, (x, y) in enumerate(zip(series.x, series.y, strict=True)):
+            if index % step and index % spacing and index < len(series.x) - 1:
+                continue
             row: dict[str, object] = {"series": series.name, "x": _on_axis(x, chart.x)}
-            row["y"] = _on_axis(y, chart.y)
-            row |= {"joined": series.joined, "dashed": series.dashed}
+            row |= {"y": _on_axis(y, chart.y), "joined": series.joined, "dashed": series.dashed}
             row["marked"] = series.marked and index % spacing == 0
             if series.low:
                 row["bar" if series.bars else "band"] = True

@@ -55,9 +55,8 @@ def curves(records: Sequence[RunRecord]) -> list[Chart]:
     ):
         if len(values) > 1:
             found = " and ".join(sorted(map(str, values)))
-            raise InvalidValueError(
-                f"{name} is {found} in these runs; an axis of ε needs one {name}"
-            )
+            sentence = f"{name} is {found} in these runs; an axis of ε needs one {name}"
+            raise InvalidValueError(sentence)
     texts = dict.fromkeys(t for record in records for t in about_projection(record.ledger))
     charts = _charts(_grouped(records), _measure(records))
     return [with_warnings(chart, [*texts]) for chart in charts]

@@ -74,9 +74,8 @@ def write_run_charts(record: RunRecord, folder: Path) -> list[Path]:
         *(with_warnings(c, warnings(record.delta, record.ledger)) for c in _spent_charts(record)),
     ]
     if not charts:
-        raise DataError(
-            f"the run in {record.folder} has released no round; there is nothing to draw"
-        )
+        sentence = f"the run in {record.folder} has released no round; there is nothing to draw"
+        raise DataError(sentence)
     charts = [replace(chart, title=f"{record.name}: {chart.title}") for chart in charts]
     return save_all(charts, folder)
 

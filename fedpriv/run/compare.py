@@ -270,9 +270,8 @@ def _complete(
     yields each run that ended, and None from time to time.
     """
     if holds_results_alone(folder):
-        raise InvalidValueError(
-            f"{folder} holds the results of a study without its runs; choose another folder"
-        )
+        sentence = f"{folder} holds the results of a study without its runs; choose another folder"
+        raise InvalidValueError(sentence)
     finished = finished_runs(study, folder)
     runs = start([cell for cell in study.cells if cell not in finished])
     with writing(folder):
@@ -315,10 +314,10 @@ def _progress(
                 results = [finished[cell] for cell in cells if cell in finished]
                 accuracies = [run.accuracy for run in results if run.accuracy is not None]
                 mean = f"accuracy {statistics.fmean(accuracies):.1%}" if accuracies else ""
-                metrics = [RunFolder(folder / cell.path).metrics for cell in cells]
-                rounds = sum(path.read_bytes().count(b"\n") for path in metrics if path.exists())
-                seeds = f"{len(results)} of {len(cells)} seeds"
-                display.update(line, rounds, seeds, mean)
+                metrics = [RunFolder(folder / c.path).metrics for c in cells if c not in finished]
+                rounds = sum(run.rounds for run in results)  # their files are not read each time
+                rounds += sum(path.read_bytes().count(b"\n") for path in metrics if path.exists())
+                display.update(line, rounds, f"{len(results)} of {len(cells)} seeds", mean)
             display.tell()
 
         show()
@@ -417,8 +416,7 @@ def _result(
     plan, rounds, collected = experiment.plan, run.results(), run.collected()
     queries = plan.mechanism.query.events[: len(plan.groups)]
     seconds = statistics.median(row.simulation_only_seconds or math.inf for row in rounds)
-    names = ("clipped", "update_norms", "signal_to_noise")
-    figures = [f"simulation_only_{name}" for name in names]
+    figures = [f"simulation_only_{n}" for n in ("clipped", "update_norms", "signal_to_noise")]
     return RunResult(
         arm=cell.arm.name,
         target_epsilon=cell.target.epsilon,

@@ -128,9 +128,8 @@ def _plan_of(source: Path) -> Config:
     paths = (RunFolder(source).plan, source / "experiment.toml")  # of a run, of a search
     plan = next((path for path in paths if path.is_file()), None)
     if plan is None:
-        raise InvalidValueError(
-            f"{source} does not say how its model is made; give the folder of its run"
-        )
+        sentence = f"{source} does not say how its model is made; give the folder of its run"
+        raise InvalidValueError(sentence)
     config = load_config(plan)
     if begun_in_python(config):
         raise InvalidValueError(
@@ -147,9 +146,8 @@ def _two_rows(config: Config, task: Task) -> dict[str, Tensor]:
     else:
         rows, _ = held_out_rows(config, config.federation)
     if not rows:
-        raise InvalidValueError(
-            "there is no row to try the model on; federation.held_out must name some"
-        )
+        sentence = "there is no row to try the model on; federation.held_out must name some"
+        raise InvalidValueError(sentence)
     rows = rows_for(task, rows)
     x, _ = task.given({name: torch.tensor(rows[name][:1]) for name in task.fields})
     named = x if isinstance(x, dict) else {str(task.inputs): x}

@@ -257,9 +257,8 @@ def read_run(folder: Path) -> RunRecord:
     """
     run = RunFolder(folder)
     if not run.plan.exists():
-        raise InvalidValueError(
-            f"{folder} holds no run and no study; {run.plan.name} and {STUDY} are absent"
-        )
+        sentence = f"{folder} holds no run and no study; {run.plan.name} and {STUDY} are absent"
+        raise InvalidValueError(sentence)
     config = load_config(run.plan)
     path = run.charged(config)
     # Before the ledger: a run that is under way charges each round before it releases it.

@@ -18,6 +18,7 @@ from fedpriv.ledger.events import (
     NeighbouringRelation,
     PrivacyBudget,
     Randomness,
+    SumQueryEvent,
     merge_equal,
     repeated,
 )
@@ -186,6 +187,32 @@ class TestPrices:
                 assert [row.event for row in one.charges()] == held
                 for ledger in (one, other):
                     assert ledger.spent() == list(merge_equal(held))
+
+    def test_rounds_of_one_cost_are_priced_as_one_event(self, ledger):
+        """Norms that adapt make every event another one; the price sees how often each cost."""
+        counts, exact = [], ACCOUNTANTS["tight"].upper_epsilon
+        budget = PrivacyBudget(8.0, 1e-5, lambda *asked: counts.append(asked[0]) or exact(*asked))
+        for number in range(12):
+            split = (2.0 * 1.25**number, 3.0 * 1.25**number)
+            queries = [SumQueryEvent(str(norm), norm, norm * (4.0 + number % 2)) for norm in split]
+            ledger.charge(propose(number, replace(DEAR, queries=tuple(queries))), budget)
+        charged = [row.event for row in ledger.charges()]
+        assert len(set(charged)) == 12
+        spent = ledger.spent()
+        assert sum(event.count for event in spent) == 12
+        assert {replace(event, count=1) for event in spent} <= set(charged)
+        # S/σ, which is constant, is rounded differently in some rounds.
+        assert len(spent) == len({event.cost for event in charged}) < 8
+        assert max(map(len, counts)) == len(spent)
+        assert ledger.epsilon(budget) == exact(charged, 1e-5)
+
+    def test_the_noise_and_the_sampling_are_in_the_cost(self, ledger):
+        relation = NeighbouringRelation.ADD_OR_REMOVE_ONE
+        everybody = every_user_gaussian(1.0, relation)
+        events = [DEAR, CHEAP, poisson_gaussian(0.2, 1.0), everybody, DEAR]
+        for number, event in enumerate(events):
+            ledger.charge(propose(number, event))
+        assert ledger.spent() == [replace(DEAR, count=2), *events[1:4]]
 
     def test_a_round_is_priced_once(self, ledger):
         """When it is about to start, when it is charged, and when what was spent is reported."""

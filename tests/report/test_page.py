@@ -6,6 +6,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import altair as alt
@@ -357,3 +358,20 @@ def test_what_an_axis_has_no_place_for_is_left_out() -> None:
     line = Series("a", [1, 2, 3, 4], [0.0, float("inf"), None, 2.0])
     made = Chart("a", "title", "caption", Axis("x", "s"), Axis("y", "m", log=True), [line])
     assert drawn(embedded(made)).series["a"]["y"] == [None, None, None, 2.0]
+
+
+@pytest.mark.parametrize(("count", "shown"), [(2_000, 2_000), (2_001, 1_011), (100_003, 1_980)])
+def test_a_long_series_is_thinned_out(count: int, shown: int) -> None:
+    x = range(count)
+    line = Series("mean", x, [3.0 * at for at in x], [at - 1.0 for at in x], [at + 1.0 for at in x])
+    made = embedded(Chart("a", "title", "caption", Axis("x", "s"), Axis("y", "m"), [line]))
+    kept = drawn(made).series["mean"]
+    assert len(kept["x"]) == shown
+    assert (kept["x"][0], kept["x"][-1]) == (0, count - 1)
+    assert kept["y"] == [3.0 * at for at in kept["x"]]
+    assert kept["low"] == [at - 1.0 for at in kept["x"]]
+    assert kept["high"] == [at + 1.0 for at in kept["x"]]
+    gaps = [b - a for a, b in pairwise(kept["x"])]
+    assert max(gaps) == math.ceil(count / 2_000)
+    (rows,) = made["datasets"].values()
+    assert sum(row.get("marked", False) for row in rows) == 20

@@ -1,5 +1,6 @@
 """How far work is: bars where they can move, else lines, and no more than one a minute."""
 
+import re
 import time
 from io import StringIO
 from pathlib import Path
@@ -95,3 +96,29 @@ def test_a_run_and_a_study_say_how_far_they_are(
     text = " ".join(capsys.readouterr().out.split())
     assert "a: 2 of 2 rounds, 1 of 1 seeds" in text
     assert "b: 2 of 2 rounds, 1 of 1 seeds accuracy" in text
+
+
+def test_rounds_of_finished_runs_are_not_counted_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Else each look at a study would read all metrics of all runs so far."""
+    monkeypatch.setattr(terminal, "_BETWEEN_LINES", 0.0)
+    mechanism = Mechanism.poisson(q=0.5, clipping=Flat(1.0))
+
+    def hide(_: object) -> None:
+        for result in (tmp_path / "study").rglob("result.json"):
+            result.with_name("metrics.jsonl").unlink(missing_ok=True)
+
+    compare(
+        load_digits(users=40),
+        Task(softmax_regression(), loss="cross-entropy"),
+        mechanism.calibrate(epsilon=4.0, delta=1e-3, rounds=2),
+        {"a": {}, "b": {"server": FedAvg(0.5)}},
+        local=SGD(0.1, steps=1),
+        seeds=1,
+        out=tmp_path / "study",
+        trackers=[hide],
+    )
+    assert not list((tmp_path / "study" / "runs" / "a").rglob("metrics.jsonl"))
+    told = re.findall(r"a: (\d) of 2 rounds", capsys.readouterr().out)
+    assert told[-1] == "2"
