@@ -492,7 +492,7 @@ class RoundEvent:
     @property
     def cost(self) -> tuple[object, ...]:
         """All that a price depends on, but for `count`: not the split of noise among queries."""
-        return self.sampling, self.noise_multiplier, self.strategy, self.selection, self.secure_sum
+        return tuple((vars(self) | {"queries": self.noise_multiplier, "count": 1}).values())
 
     @property
     def noise_multiplier(self) -> float:

@@ -4,7 +4,8 @@ import math
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,12 @@ class TestPrices:
         for number, event in enumerate(events):
             ledger.charge(propose(number, event))
         assert ledger.spent() == [replace(DEAR, count=2), *events[1:4]]
+
+    def test_every_field_but_the_split_of_noise_is_in_the_cost(self):
+        for name in {f.name for f in fields(DEAR)} - {"queries", "count"}:
+            other = copy(DEAR)
+            object.__setattr__(other, name, "another value")
+            assert other.cost != DEAR.cost, name
 
     def test_a_round_is_priced_once(self, ledger):
         """When it is about to start, when it is charged, and when what was spent is reported."""
