@@ -86,8 +86,8 @@ class SideBySideModel:
     ) -> "SideBySideModel":
         """Return the model of a task, tried on a few rows; MixingError if it may mix users.
 
-        `working` is a copy of the task's model in which all is restored before each use. Frozen
-        parameters are shared with it.
+        `working` is a copy of the task's model that is restored before each use. Both share their
+        frozen parameters.
         """
         frozen = {id(p): p for p in working.parameters() if not p.requires_grad}
         model, device = copy.deepcopy(working, frozen), y.device

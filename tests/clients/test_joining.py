@@ -73,9 +73,9 @@ def in_process(users: Path, positions: list[int]) -> InProcessTransport:
 
 
 def assert_expected(total: np.ndarray, users: Path, positions: list[int]) -> None:
-    """It is what the engine of this process makes of the round that is offered.
+    """Assert that a total is the sum that this process computes for the round on offer.
 
-    A number of each user may differ by one unit, since threads decide how floats are rounded.
+    Each number may differ by one unit for each user, because rounding depends on threads.
     """
     offer, _ = make_offer(users=np.array(positions))
     partials = in_process(users, positions).collect(offer.request(PARAMETERS))

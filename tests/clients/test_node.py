@@ -59,7 +59,7 @@ def make_nodes() -> Nodes:
 
 
 def make_transport(task: Task, users: UserStore, hosted: Integers | None) -> InProcessTransport:
-    """One whose sums depend on no number of users: side by side, it could decide the rounding."""
+    """Train users alone, so that rounding does not depend on how many go side by side."""
     return InProcessTransport(task, users, CPU, 10**6, hosted, processes=1, path="alone")
 
 

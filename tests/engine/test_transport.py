@@ -170,7 +170,7 @@ def test_what_is_checkpointed_is_computed_again_by_the_same_numbers(kind: str) -
 
 
 class Overwriting(nn.Module):
-    """Its frozen parameter, of which other copies must know nothing, is lost after it was used."""
+    """A model that overwrites its frozen parameter after each use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def test_a_user_who_overwrites_frozen_parameters_changes_them_for_nobody_else() 
     np.testing.assert_array_equal(task.model.frozen.detach(), 1.0)
 
 
-def test_what_is_frozen_is_in_memory_once_more_for_all_who_train() -> None:
+def test_all_models_that_train_share_one_copy_of_frozen_parameters() -> None:
     task = Task(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), cross_entropy, frozen="0.*")
     trainer = InProcessTransport(task, make_users(), CPU, MEMORY)._trainer
     models = trainer.alone.model, trainer.side_by_side.kept.model, trainer.measured.kept.model
