@@ -103,6 +103,8 @@ class SideBySideModel:
         constants = (*model.named_parameters(), *model.named_buffers())
         kept = KeptModel(model, [name for name, _ in constants if name not in trained])
         named = {name: weights[id(p)] for name, p in trained.items()}
+        initial = task.constants(device)
+        kept.copy_from({name: initial[name] for name in kept.tensors})
         versions = {name: t._version for name, t in kept.tensors.items()}
         parameters = {n: p.detach()[None].requires_grad_() for n, p in trained.items()}
         derived = Derived(*(x.values() if isinstance(x, dict) else [x]), y, *parameters.values())
@@ -118,7 +120,10 @@ class SideBySideModel:
                 raise MixingError(str(error)) from error
             if own_generators() != before:
                 raise MixingError("numbers that are drawn for all users do not keep them apart")
-        if any(t._version != versions[name] for name, t in kept.tensors.items()):
+        if any(  # changes through `.data` have no version
+            t._version != versions[name] or not torch.equal(t, initial[name])
+            for name, t in kept.tensors.items()
+        ):
             raise MixingError("a model that changes its buffers keeps something of other users")
         kept.put_back()
         rounded = {d.result.numel() // len(y) for d in calls if d.call.name in ROUNDED}

@@ -183,6 +183,26 @@ class Overwriting(nn.Module):
         return outputs
 
 
+class Doubling(Overwriting):
+    """A model that doubles its frozen parameter with each use."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = self.head(x * self.frozen)
+        self.frozen.data.mul_(2.0)
+        return outputs
+
+
+def test_the_slices_of_one_user_do_not_change_what_others_send() -> None:
+    task, local = Task(Doubling(), cross_entropy), LocalTraining(0.1, steps=3)
+    transport = InProcessTransport(task, make_users(), CPU, MEMORY, processes=1)
+    request = request_for(task, local, list(range(len(SIZES))), "flat")
+    expected = sum(
+        total_of(transport, replace(request, users=request.users[[user]]))
+        for user in range(len(SIZES))
+    )
+    np.testing.assert_array_equal(total_of(transport, request), expected)
+
+
 def test_a_user_who_overwrites_frozen_parameters_changes_them_for_nobody_else() -> None:
     task = Task(Overwriting(), cross_entropy)
     transport = InProcessTransport(task, make_users(), CPU, MEMORY, processes=1, path="alone")
