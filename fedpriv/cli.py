@@ -35,8 +35,13 @@ def _option(text: str, *names: str, default: str | None = None, **more: Any) -> 
     return typer.Option(*names, help=text, show_default=default or True, **more)
 
 
-def _file_of(given: Path) -> Path:
-    return experiment_file(given)
+def _file_of(context: typer.Context, given: Path) -> Path:
+    """Return the experiment's file; wrong settings are refused before a command imports torch."""
+    from fedpriv.experiment.config import load_config
+
+    # Options that were given are read before arguments.
+    load_config(file := experiment_file(given), context.params.get("assignments") or [])
+    return file
 
 
 def _ledger_of(given: Path) -> Path:
@@ -51,10 +56,6 @@ def _ledger_of(given: Path) -> Path:
 
     shared = load_config(plan).privacy.ledger
     return Path(shared) if shared else inside
-
-
-def _ledgers_of(given: list[Path]) -> list[Path]:
-    return [*map(_ledger_of, given)]
 
 
 ExperimentFile = Annotated[
@@ -328,7 +329,7 @@ def epsilon(
         typer.Argument(
             help="ledger files, folders of their runs, or exports; several add up",
             metavar="LEDGER...",
-            callback=_ledgers_of,
+            callback=lambda given: [*map(_ledger_of, given)],
         ),
     ],
     delta: Delta = None,
@@ -478,12 +479,9 @@ def main() -> None:
 
 
 def _exit_code(error: FedprivError | OSError) -> int:
-    if isinstance(error, RefutedError):
-        return 3
-    if isinstance(error, TooFewUsersError):
-        return 4
     passes = isinstance(error, RunError | UnreachableError) or lacks_room(error)
-    return 1 if passes else 2
+    ends: dict[type, int] = {RefutedError: 3, TooFewUsersError: 4}
+    return ends.get(type(error), 1 if passes else 2)
 
 
 def _refuse(sentence: str, code: int = 2) -> NoReturn:

@@ -63,6 +63,9 @@ def serve(
     if resume and out is None:
         raise InvalidValueError("--resume needs --out, the folder of the run to go on with")
     configure(log_format)
+    from fedpriv.experiment.config import load_config
+
+    load_config(file, assignments or [])  # refuses wrong settings before torch is imported
     from fedpriv.server.deployment import serve as run
     from fedpriv.training.rounds import Stop
 

@@ -92,6 +92,24 @@ def test_a_folder_is_not_overwritten_but_resumed(run_folder: Path) -> None:
     assert again.returncode == 0, again.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [
+        (["simulate"], "fedpriv.run.simulate"),
+        (["simulate", "--engine", "flower"], "fedpriv.flower.ray"),
+        (["plan"], "fedpriv.run.simulate"),
+        (["tune", "--on", "public"], "fedpriv.run.tune"),
+        (["serve"], "fedpriv.server.deployment"),
+    ],
+)
+def test_wrong_settings_are_refused_before_seconds_go_into_imports(
+    monkeypatch: pytest.MonkeyPatch, command: list[str], module: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # an import of it would fail
+    line = refused(*command, DIGITS, "--set", "privacy.epsilon=none")
+    assert "privacy.epsilon is 'none'; it must be a number" in line
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_what_the_output_cannot_encode_ends_no_run(encoding: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fedpriv", "simulate", DIGITS, "--set", "rounds=1"]
