@@ -320,11 +320,11 @@ class Population:
         if owners is not None:
             ids, users = self.users.user_ids, self.users.population
             check_not_enrolled(owners, range(users) if ids is None else ids)
-        for name, column in enrolled.items():
-            check_like(f"test field {name!r}", self.test[name], "the users' is", column)
-        counts = {len(array) for array in self.test.values()}
+        counts = {len(array) if array.ndim else 0 for array in self.test.values()}
         if len(counts) != 1 or 0 in counts:
             raise DataError(f"test fields have {sorted(counts)} rows; they must agree, above 0")
+        for name, column in enrolled.items():
+            check_like(f"test field {name!r}", self.test[name], "the users' is", column)
 
     @classmethod
     def from_arrays(

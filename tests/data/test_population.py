@@ -65,7 +65,13 @@ def test_rows_are_grouped_by_the_ids_of_their_users():
 
 @pytest.mark.parametrize(
     "held_out",
-    [TEST["x"], (TEST["x"],), (TEST["x"], [[1], [2, 3]]), (TEST["x"][:0], TEST["y"][:0])],
+    [
+        TEST["x"],
+        (TEST["x"],),
+        (TEST["x"], [[1], [2, 3]]),
+        (TEST["x"][:0], TEST["y"][:0]),
+        (TEST["x"][:0], []),
+    ],
 )
 def test_held_out_rows_must_be_a_pair_of_arrays(held_out):
     with pytest.raises(DataError, match=r"held|\[0\] rows"):
