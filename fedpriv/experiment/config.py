@@ -55,7 +55,8 @@ def parse_toml(text: str, source: str) -> dict[str, object]:
     try:
         return tomllib.loads(text)
     except ValueError as error:  # a TOMLDecodeError, or a number of too many digits
-        raise InvalidValueError(f"{source} is not valid TOML: {error}") from error
+        hint = "; a section [model] has name = … instead of model = …" * ("overwrite" in str(error))
+        raise InvalidValueError(f"{source} is not valid TOML: {error}{hint}") from error
     except RecursionError as error:
         raise InvalidValueError(f"{source} is nested too deeply to be read") from error
 

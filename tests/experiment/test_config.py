@@ -192,6 +192,9 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     broken.write_text("name = ")
     with pytest.raises(InvalidValueError, match=r"broken\.toml is not valid TOML"):
         load_config(broken)
+    broken.write_text("model = 'mlp'\n[model.options]\n")
+    with pytest.raises(InvalidValueError, match=r"\[model\] has name = … instead of model = …"):
+        load_config(broken)
     broken.write_text(f"name = {'[' * 5000}{']' * 5000}")
     with pytest.raises(InvalidValueError, match=r"broken\.toml is nested too deeply"):
         load_config(broken)
