@@ -149,7 +149,7 @@ class RunSetup:
             if own_charges(self.run, ledger.charges()):
                 raise InvalidValueError(
                     f"run is {self.run!r}, and {self.ledger} has rounds with this name of another "
-                    "folder; use another name or seed, or resume the run in that folder"
+                    f"folder; change {'run' if self.config.run else 'name or seed'}, or resume it"
                 )
 
     def on_nodes(

@@ -160,6 +160,9 @@ def test_a_ledger_has_one_run_of_each_name(tmp_path: Path) -> None:
     before = ledger.read_bytes()
     said = refused(*given, "--set", "seed=1", "--out", tmp_path / "second")
     assert "run is 'digits-seed1', and " in said
+    assert "change name or seed" in said
+    named = refused(*given, "--set", "run=digits-seed1", "--out", tmp_path / "second")
+    assert "change run, or resume it" in named  # which name and seed would not change
     assert ledger.read_bytes() == before
     assert not (tmp_path / "second").exists()
     printed(*first, "--resume")
