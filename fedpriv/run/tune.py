@@ -304,6 +304,9 @@ class _Search:
         norm = getattr(mechanism.for_users(users).clipping, "norm", None)
         table = table if norm is None else _with(table, {_NORM: norm})
         setup = RunSetup.at(parse_config(table, source), out, resume=False, home=_HOME)
+        old = setup.folder.path / "experiment.toml", setup.folder.ledger, setup.folder.model
+        if any(path.exists() for path in old):
+            raise InvalidValueError(f"{old[0].parent} holds a search already; take another folder")
         return cls(setup, table, source, population, users, console, kept, task)
 
     def configured(self, settings: Settings) -> Config:
@@ -361,9 +364,9 @@ class _Search:
                 raise InvalidValueError(f"tune.space has {key}, which no trial may change")
             if values == []:
                 raise InvalidValueError(f"tune.space.{key} is empty; it must have a value")
-            for value in values if isinstance(values, list) else ():
+            for value in values if isinstance(values, list) else (values.low, values.high):
                 _check_writable(key, value)
-            self.configured({key: values[0] if isinstance(values, list) else values.low})
+                self.configured({key: value})
         return space
 
     @property
@@ -373,9 +376,6 @@ class _Search:
 
     def _make_folder(self) -> RunFolder:
         folder = self.setup.folder
-        kept = folder.path / "experiment.toml", folder.ledger, folder.model
-        if any(path.exists() for path in kept):
-            raise InvalidValueError(f"{folder.path} holds a search already; choose another folder")
         with writing(folder.path):
             folder.path.mkdir(parents=True, exist_ok=True)
         return folder
