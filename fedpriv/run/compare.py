@@ -269,6 +269,7 @@ def _complete(
     Results of finished runs are written even after an error or an interrupt. What `start` returns
     yields each run that ended, and None from time to time.
     """
+    RunFolder(folder).refuse_run()
     if holds_results_alone(folder):
         sentence = f"{folder} holds the results of a study without its runs; choose another folder"
         raise InvalidValueError(sentence)

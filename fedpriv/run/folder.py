@@ -86,8 +86,9 @@ class RunFolder:
     def create(self) -> None:
         """Make the folder, unless it holds a run already."""
         self.refuse_run()
-        if self.model.exists():  # of a search; runs make their plan first
-            raise InvalidValueError(f"{self.model} exists already; choose another folder")
+        for other in (self.model, self.path / STUDY):  # of a search, or a study
+            if other.exists():
+                raise InvalidValueError(f"{other} exists already; choose another folder")
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
 

@@ -178,6 +178,10 @@ def test_bad_input_is_refused_before_anything_is_written(folder: Path) -> None:
     )
     assert "nowhere.toml cannot be read" in refused("compare", "nowhere.toml", cwd=folder)
     assert "base" in refused("compare", study_file(folder, base=3), cwd=folder)
+    (folder / "run").mkdir()
+    (folder / "run" / "plan.toml").write_text("")  # a report of both would be of the study alone
+    taken = refused("compare", study_file(folder, base=OWN), "--out", "run", cwd=folder)
+    assert "run holds a run already" in taken
     assert not (folder / "studies").exists()
 
 

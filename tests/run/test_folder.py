@@ -100,9 +100,12 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
         folder.model.write_bytes(b"")  # as a run that was stopped leaves it too
 
 
-def test_a_run_does_not_replace_the_model_of_a_search(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["model.safetensors", "study.toml"])
+def test_a_run_does_not_replace_the_model_of_a_search_or_hide_in_a_study(
+    tmp_path: Path, file: str
+) -> None:
     folder = RunFolder(tmp_path)
-    folder.model.write_bytes(b"")
+    (tmp_path / file).write_bytes(b"")
     with pytest.raises(InvalidValueError, match="exists already; choose another folder"):
         folder.create()
 
