@@ -133,6 +133,7 @@ _TYPES = {
     **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
     "string_type": "text",
 }
+_NAMES = "use letters, digits, '.', '_' and '-', and begin with a letter or digit"
 
 
 def _sentence(table: Any, error: ErrorDetails) -> str:
@@ -153,8 +154,8 @@ def _sentence(table: Any, error: ErrorDetails) -> str:
             return f"key {where} is absent"
         case "value_error":
             return f"{where}: {context['error']}" if where else str(context["error"])
-        case "string_pattern_mismatch":  # those of names are the only patterns
-            limit = "use letters, digits, '.', '_' and '-', and begin with a letter or digit"
+        case "string_pattern_mismatch":  # of a hash, in a consent, or of a name
+            limit = "it must be a hash of 64 digits" if "64" in context["pattern"] else _NAMES
         case "greater_than_equal":  # pydantic writes 1e-60 with all of its zeros
             limit = f"it must be greater than or equal to {context['ge']:.15g}"
         case kind if kind in _TYPES:
@@ -169,7 +170,7 @@ Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Options = dict[str, object]
 
 

@@ -375,10 +375,9 @@ class _Search:
         return [key for key in (_Q, _ROUNDS) if key in self.space]
 
     def _make_folder(self) -> RunFolder:
-        folder = self.setup.folder
-        with writing(folder.path):
-            folder.path.mkdir(parents=True, exist_ok=True)
-        return folder
+        with writing(self.setup.folder.path):
+            self.setup.folder.path.mkdir(parents=True, exist_ok=True)
+        return self.setup.folder
 
     def on_public(self) -> Tuning:
         """Search on people who are not enrolled; it costs nothing."""

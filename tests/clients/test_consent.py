@@ -167,6 +167,7 @@ class TestLoading:
             ("most_rounds_per_day = 1.5", "most_rounds_per_day is 1.5; "),
             ("most_rounds_per_day = -1", "most_rounds_per_day is -1; "),
             ("delta 1", "is not valid TOML: "),
+            ("tasks = ['abc']", "tasks.0 is 'abc'; it must be a hash of 64 digits"),
         ],
     )  # fmt: skip
     def test_what_is_not_legal_is_one_sentence(self, tmp_path, text, message):

@@ -119,6 +119,7 @@ def test_what_is_given_of_local_training_stays() -> None:
         ({"engine__activations": 3}, "engine.activations is 3"),
         ({"rounds": 1.5}, "rounds is 1.5"),
         ({"name": "a b"}, "name is 'a b'"),
+        ({"run": ".."}, "run is '..'; use letters"),  # which would be the working folder
         ({"model__seed": 2**64}, "model.seed is 18446744073709551616"),
         ({"local__options": {"epochs": 7}}, "local: options has 'epochs'"),
         ({"privacy__ledger": ""}, "privacy.ledger: '' is not a path"),
