@@ -61,8 +61,9 @@ def extreme_users() -> Iterator[Tensors]:
 
 
 def _changes(clipping: Clipping, user: Tensors) -> bool:
-    released = clipping.contribution(user) * clipping.steps
-    return bool(np.any(np.abs(released - LAYOUT.flatten(user)) > 2.0 * clipping.steps))
+    released = clipping.in_units(clipping.contribution(user))
+    steps = clipping.in_units(np.ones(LAYOUT.dimension))
+    return bool(np.any(np.abs(released - LAYOUT.flatten(user)) > 2.0 * steps))
 
 
 def main() -> None:

@@ -188,7 +188,7 @@ def _rounds(
             transport.prepare(request)
             opened = transport.collect_masked(request, untrusted, 0.0)()
             assert opened is not None
-            noise = (opened.total - site.sum_of(everybody)) * clipping.steps
+            noise = clipping.in_units(opened.total - site.sum_of(everybody))
             share = np.std(noise) / (untrusted.noise_growth * untrusted.query.noise_stddevs[0])
             assert abs(share - 1.0) < 0.01
 

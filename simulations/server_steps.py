@@ -13,12 +13,19 @@ local training. Every step only sees releases, so all runs of a task have one pr
 * `less noise`: bias correction, and v less the noise's variance (Tang et al. 2024,
   arXiv:2312.14334);
 * `block less noise`: the same with the mean of v over each tensor (as arXiv:2602.19945 averages v
-  over blocks).
+  over blocks);
+* `filtered`: DiSK with one gradient (Zhang et al. 2024, arXiv:2410.03883, γ = (1 − κ)/κ and
+  κ = 0.7): users train from x + γ·d, where d is the last step, and the default takes its step along
+  an exponential average of what they send;
+* `scaled`: the default with updates that are clipped, and get their noise, after a division by
+  √v + τ (scale-then-privatize, Ganesh et al. 2025, arXiv:2507.01129). v was released, so it costs
+  no privacy. Here users take one step on all of their rows, as in
+* `one step`: the default with such users.
 
 For each step three rates were tried under one seed. A task's rate is the one that is best in the
 mean over the five other tasks, so no task chooses its own, and it is run under five other seeds.
 Each run has the accuracy of its last model, of the mean of the last third and half of its models,
-and of exponential averages. Rows that the file has are not run again; all take half an hour.
+and of exponential averages. Rows that the file has are not run again; all take an hour of one core.
 """
 
 import argparse
@@ -26,12 +33,14 @@ import json
 import math
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from fedpriv.evaluation.held_out import evaluate
 from fedpriv.experiment.build import Experiment, SharedRoads, on_population
@@ -48,10 +57,12 @@ from fedpriv.training.optimizers import (
     ServerOptimizer,
     Step,
 )
+from fedpriv.training.request import LocalStep, LocalTraining
 from fedpriv.training.rounds import train
 from simulations.default_tasks import TASKS, population_of
 
 NAMES = ("digits", "activities", "one-digit", "answers", "unequal", "many")
+SEVERAL_STEPS = ("activities", "unequal")  # where some users have more than a batch of 32 rows
 EPSILON, ROUNDS, CHOSEN_BY, SEEDS = 2.0, 100, 100, range(101, 106)
 RATES = {
     "fedadam": (0.01, 0.03, 0.1),
@@ -59,8 +70,13 @@ RATES = {
     "lamb": (0.02, 0.05, 0.1),
     "less noise": (0.003, 0.01, 0.03),
     "block less noise": (0.003, 0.01, 0.03),
+    "filtered": (0.01, 0.03, 0.1),
+    "scaled": (0.01, 0.03, 0.1),
+    "one step": (0.01, 0.03, 0.1),
 }
 _USUAL = 0.03  # today's rate of FedAdam
+_TAU = FedAdam().tau
+_AVERAGE, _MODEL = "average of ", "model "  # before names of tensors in a state
 _LEAST_NORM = 0.1  # of a tensor whose step is scaled to it: new biases are zero
 
 
@@ -127,6 +143,73 @@ class LessNoise(ServerOptimizer):
         return moved, after
 
 
+@dataclass(frozen=True)
+class Filtered(FedAdam):
+    """FedAdam along an exponential average of releases; users train from where it would go next."""
+
+    kappa: float = field(default=0.7, kw_only=True)
+
+    def init(self, parameters: Parameters) -> OptimizerState:
+        """Return FedAdam's state, with the average 0 and the model itself."""
+        usual = super().init(parameters)
+        zeros = {_AVERAGE + name: np.zeros(p.shape) for name, p in parameters.items()}
+        model = {_MODEL + name: p.astype(np.float64) for name, p in parameters.items()}
+        return replace(usual, first={**usual.first, **zeros, **model})
+
+    def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
+        """Return what users train from, x + γ·(x − last x), and the state with x."""
+        kappa, first = self.kappa, state.first
+        smooth = {n: (1 - kappa) * first[_AVERAGE + n] + kappa * average[n] for n in parameters}
+        before = model_of(parameters, state)
+        usual = replace(state, first={name: first[name] for name in parameters})
+        model, after = super().update(smooth, usual, before)
+        ahead = {n: x + (1 - kappa) / kappa * (x - before[n]) for n, x in model.items()}
+        kept = {_AVERAGE + n: g for n, g in smooth.items()} | {
+            _MODEL + n: x.astype(np.float64) for n, x in model.items()
+        }
+        start = {name: x.astype(np.float32) for name, x in ahead.items()}
+        return start, replace(after, first={**after.first, **kept})
+
+
+def model_of(parameters: Parameters, state: OptimizerState) -> Parameters:
+    """Return the model of a state, where users train from other parameters, as under `Filtered`."""
+    return {n: state.first.get(_MODEL + n, p).astype(np.float32) for n, p in parameters.items()}
+
+
+def scales_of(state: OptimizerState) -> dict[str, Array]:
+    """1/(√v + τ) of each coordinate, all divided by their root mean square."""
+    raw = {name: 1.0 / (np.sqrt(v) + _TAU) for name, v in state.second.items()}
+    size = math.sqrt(np.mean(np.concatenate([s.ravel() for s in raw.values()]) ** 2))
+    return {name: s / size for name, s in raw.items()}
+
+
+@dataclass(frozen=True)
+class Scaled(FedAdam):
+    """FedAdam of averages of scaled updates: it divides them by their scales."""
+
+    def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
+        """Take a step."""
+        unscaled = {name: average[name] / s for name, s in scales_of(state).items()}
+        return super().update(unscaled, state, parameters)
+
+
+@dataclass(frozen=True)
+class ScaledStep(LocalTraining):
+    """One step on all rows, along the gradient times the round's scales, found by their shape."""
+
+    scales: dict[tuple[int, ...], Tensor] = field(default_factory=dict, compare=False)
+
+    def set(self, state: OptimizerState) -> None:
+        """Take the scales of the next round; no two tensors may have the same shape."""
+        scales = {s.shape: torch.from_numpy(s).float() for s in scales_of(state).values()}
+        assert len(scales) == len(state.second)
+        self.scales.update(scales)
+
+    def direction(self, step: LocalStep) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the gradient times the scales."""
+        return step.gradient * self.scales[tuple(step.gradient.shape[1:])], ()
+
+
 def _zeros(parameters: Parameters) -> OptimizerState:
     zeros = {name: np.zeros(p.shape) for name, p in parameters.items()}
     return OptimizerState(zeros | {"rounds": np.zeros(1)}, dict(zeros))
@@ -151,7 +234,9 @@ def optimizer_of(step: str, rate: float, noise: float) -> ServerOptimizer:
         return Lamb(rate)
     if step in ("less noise", "block less noise"):
         return LessNoise(rate, noise, block=step.startswith("block"))
-    return FedAdam(rate if step == "fedadam" else WarmUp(rate, ROUNDS))
+    if step in ("filtered", "scaled"):
+        return Filtered(rate) if step == "filtered" else Scaled(rate)
+    return FedAdam(WarmUp(rate, ROUNDS) if step == "warm-up" else rate)
 
 
 @lru_cache(maxsize=2)
@@ -178,12 +263,19 @@ def accuracies(task: str, step: str, rate: float, seed: int) -> dict[str, float]
     noise = max(stddevs[name] for name in state.parameters)
     plan = replace(experiment.plan, optimizer=optimizer_of(step, rate, noise))
     state = replace(state, optimizer=plan.optimizer.init(state.parameters))
+    scaled = ScaledStep(experiment.plan.local.learning_rate, steps=1)
+    scaled.set(state.optimizer)
+    if step in ("scaled", "one step"):
+        plan = replace(plan, local=scaled)
     models: list[Mapping[str, Array]] = []
     with tempfile.TemporaryDirectory() as folder:
         paths = Path(folder) / "ledger.sqlite", Path(folder) / "participation.sqlite"
         with PrivacyRecords.open(*paths, task, experiment.budget) as records:
             for after, _ in train(plan, state, transport, records, experiment.entropy):
-                models.append({n: t.astype(np.float64) for n, t in after.model.items()})
+                if step == "scaled":
+                    scaled.set(after.optimizer)
+                trained = model_of(after.parameters, after.optimizer)
+                models.append({n: t.astype(np.float64) for n, t in trained.items()})
     kinds = {
         "last": models[-1],
         "third": _mean(models[-(ROUNDS // 3) :]),
@@ -216,6 +308,8 @@ class Results:
 
     def reached(self, task: str, step: str, rate: float, seed: int) -> dict[str, float]:
         """Return the accuracies of a run, which is made and written if it is missing."""
+        if step == "one step" and task not in SEVERAL_STEPS:
+            step = "fedadam"  # which is the same there
         key = {"task": task, "step": step, "rate": rate, "seed": seed}
         for row in self.rows:
             if row.items() >= key.items():

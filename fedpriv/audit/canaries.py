@@ -243,12 +243,11 @@ def measure(
     """
     clipping, query = mechanism.clipping, mechanism.query
     layout, (number, attempt, part) = clipping.layout, at
-    stddevs = {
-        group.name: stddev
-        for group, stddev in zip(clipping.groups, query.noise_stddevs, strict=True)
-    }
-    unit = clipping.spread(group.granularity / stddevs[group.name] for group in clipping.groups)
-    released = average * clipping.spread(query.divisors) / clipping.steps * unit
+    names = [group.name for group in clipping.groups]
+    stddevs = dict(zip(names, query.noise_stddevs, strict=True))
+    released = average.copy()
+    for tensor, stddev in query.tensor_stddevs.items():
+        released[layout.slices[tensor]] /= stddev
     scores, squared, sums = np.zeros(canaries.count), 0.0, dict[str, FloatVector]()
     for group in audited_groups(clipping):
         vector = np.concatenate([released[layout.slices[tensor]] for tensor in group.tensors])

@@ -189,22 +189,13 @@ class Clipping:
             spans[group.name] = tuple(joined)
         return spans
 
-    def spread(self, numbers: Iterable[float]) -> FloatVector:
-        """Repeat one number per group for each of the group's components: [D]."""
-        components = np.empty(self.layout.dimension)
-        for group, number in zip(self.groups, numbers, strict=True):
-            for span in self.spans[group.name]:
-                components[span] = number
-        return components
-
-    @property
-    def steps(self) -> FloatVector:
-        """Size of one step of each component, α·γ, in the units of users' tensors: [D]."""
-        steps = self.spread(group.granularity for group in self.groups)
+    def in_units(self, vector: FloatVector | IntegerVector) -> FloatVector:
+        """Return a vector [D] of steps, α·γ each, in the units of users' tensors."""
+        numbers = vector.astype(np.float64)
         for group in self.groups:
             for tensor, scale in zip(group.tensors, group.scales, strict=True):
-                steps[self.layout.slices[tensor]] *= scale
-        return steps
+                numbers[self.layout.slices[tensor]] *= group.granularity * scale
+        return numbers
 
     def contribution(self, tensors: Tensors, weight: int | None = None) -> IntegerVector:
         """Return what one user adds to the sum, in steps: int64 [D]. It never raises.

@@ -270,7 +270,11 @@ class GaussianQuery:
 
         This is post-processing, since steps and denominators are public.
         """
-        return noised * self.clipping.steps / self.clipping.spread(self.divisors)
+        average = self.clipping.in_units(noised)
+        for group, divisor in zip(self.clipping.groups, self.divisors, strict=True):
+            for span in self.clipping.spans[group.name]:
+                average[span] /= divisor
+        return average
 
     def _numerator(self, total: IntegerVector, weight: int) -> IntegerVector:
         """Return the numbers to add noise to, in whole steps [D]: A, or with a floor m·A/max(m, B).

@@ -239,8 +239,8 @@ def _signal_to_noise(
     """
     norms = tuple(group.clipping_norm for group in request.clipping.groups[: len(plan.groups)])
     mechanism = plan.mechanism_at(norms)
-    clipping, stddevs, query = mechanism.clipping, mechanism.tensor_stddevs, mechanism.query
-    signal = clipping.layout.unflatten(total * clipping.steps / clipping.spread(query.divisors))
+    stddevs = mechanism.tensor_stddevs
+    signal = mechanism.clipping.layout.unflatten(mechanism.query.averaged(total))
     ratios = {}
     for layer, tensors in layers(Layout.of(request.parameters)).items():
         energy = math.fsum(signal[name].size * stddevs[name] ** 2 for name in tensors)

@@ -130,8 +130,8 @@ class Enemy:
             total = add_up(self.transport.collect(request), clipping, len(places)).total
         except Exception:  # an engine that raises for the user is told by how its runs end
             return np.zeros(plan.layout.dimension)
-        divisors = plan.mechanism_at(before.clipping_norms).query.divisors
-        named = clipping.layout.unflatten(total * clipping.steps / clipping.spread(divisors))
+        query = plan.mechanism_at(before.clipping_norms).query
+        named = clipping.layout.unflatten(query.averaged(total))
         sent = {name: named[name] for name in plan.layout.names}
         return plan.layout.flatten(sent) / average_stddevs(plan, before) / len(places)
 

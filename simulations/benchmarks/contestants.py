@@ -86,7 +86,7 @@ def fedpriv(
         total = np.zeros(layout.dimension, np.int64)
         for partial in transport.collect(request):
             total += partial.total
-        return total * clipping.steps
+        return clipping.in_units(total)
 
     use(train)
 

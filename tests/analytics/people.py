@@ -64,7 +64,7 @@ def total(asked: Survey, users: UserStore, cohort: Sequence[int]) -> np.ndarray:
 def average(asked: Survey, users: UserStore, cohort: Sequence[int]) -> np.ndarray:
     """What a cohort contributes over its expected size, without noise, in the questions' units."""
     query = asked.mechanism.query
-    return total(asked, users, cohort) * query.clipping.steps / query.denominator
+    return query.clipping.in_units(total(asked, users, cohort)) / query.denominator
 
 
 def exact(asked: Survey, users: UserStore) -> dict[str, Answer]:

@@ -222,8 +222,7 @@ def test_a_canary_of_several_places_adds_up_as_often_as_they_are_drawn() -> None
 def test_the_score_of_a_canary_that_was_drawn_is_one_and_of_others_zero(steady: bool) -> None:
     canaries, mechanism = Canaries(5, KEY, steady), mechanism_of()
     total = canary_sum(canaries, request_of(np.arange(5)), np.arange(5)).total
-    clipping = mechanism.clipping
-    average = total * clipping.steps / clipping.spread(mechanism.query.divisors)
+    average = mechanism.query.averaged(total)
     measured, _ = measure(canaries, mechanism, average, (3, 1, 0), Past())
     # Five canaries do not disturb each other in groups of at least five numbers.
     assert np.allclose(measured.scores, canaries.included, atol=1e-4)

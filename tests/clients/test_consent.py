@@ -377,7 +377,7 @@ class TestReach:
         for tensors in ((w, b) for w in np.eye(5)[:, :4] for b in np.eye(4)[:, :3]):
             update = {"w": tensors[0].reshape(2, 2) * 1e9, "b": tensors[1] * 1e9}
             vector = clipping.contribution({**update, "metrics/accuracy": np.zeros(())})
-            moved = clipping.layout.unflatten(vector * clipping.steps)
+            moved = clipping.layout.unflatten(clipping.in_units(vector))
             longest = max(longest, math.hypot(*moved["w"].ravel(), *moved["b"]))
         # What is sent is cut off to whole steps, of 2^-24 of the norm or less.
         assert 1.0 - 2.0**-21 < longest / reach_of(offer) <= 1.0 + 1e-15

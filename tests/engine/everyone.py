@@ -104,7 +104,7 @@ def unclipped(transport: Transport, request: RoundRequest) -> dict[str, np.ndarr
     layout = Layout.of(request.parameters)
     clipping = Clipping(layout, flat(layout, 2.0**10))
     total = total_of(transport, replace(request, clipping=clipping, metrics=()))
-    return layout.unflatten(total * clipping.steps)
+    return layout.unflatten(clipping.in_units(total))
 
 
 @contextmanager

@@ -102,7 +102,7 @@ def batches(request: RoundRequest, user: int) -> Iterator[tuple[torch.Tensor, to
 def updates(transport: InProcessTransport, request: RoundRequest) -> dict[str, np.ndarray]:
     """What all users add up to, in the model's units."""
     clipping = request.clipping
-    return clipping.layout.unflatten(total_of(transport, request) * clipping.steps)
+    return clipping.layout.unflatten(clipping.in_units(total_of(transport, request)))
 
 
 def slowly(task: Task, request: RoundRequest) -> dict[str, np.ndarray]:
@@ -111,7 +111,7 @@ def slowly(task: Task, request: RoundRequest) -> dict[str, np.ndarray]:
     total = np.zeros(layout.dimension, np.int64)
     for user in range(len(SIZES)):
         total += request.clipping.contribution(contribution(task, request, user))
-    return layout.unflatten(total * request.clipping.steps)
+    return layout.unflatten(request.clipping.in_units(total))
 
 
 def contribution(task: Task, request: RoundRequest, user: int) -> dict[str, np.ndarray]:

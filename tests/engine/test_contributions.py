@@ -67,7 +67,7 @@ def test_each_user_adds_its_contribution(strategy: str, averaging: str) -> None:
         weight = min(size, clipping.weight_cap)
         expected = clipping.contribution(sent(transport, request, user), weight)
         np.testing.assert_array_equal(contribution, expected)
-        clipped |= {*clipping.layout.unflatten(contribution * clipping.steps)[UNCLIPPED].tolist()}
+        clipped |= {*clipping.layout.unflatten(clipping.in_units(contribution))[UNCLIPPED].tolist()}
         total += expected
     assert clipped == {-0.5, 0.5}
     np.testing.assert_array_equal(total_of(transport, request), total)
@@ -80,7 +80,9 @@ def test_metrics_and_indicator_are_not_weighted() -> None:
     )
     user = SIZES.index(1)
     one, lighter = (
-        request.clipping.layout.unflatten(alone(transport, request, user) * request.clipping.steps)
+        request.clipping.layout.unflatten(
+            request.clipping.in_units(alone(transport, request, user))
+        )
         for request in (equal, weighted)
     )
     for name, tensor in one.items():

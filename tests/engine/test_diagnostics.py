@@ -62,7 +62,7 @@ def test_figures_are_true() -> None:
         x, y = torch.tensor(data["x"]), torch.tensor(data["y"])
         losses.append(float(functional.cross_entropy(model(x).detach().double(), y)))
     for user in GOOD:
-        sent = alone(transport, request, user) * request.clipping.steps
+        sent = request.clipping.in_units(alone(transport, request, user))
         lengths.append(float(np.linalg.norm(sent[:-1])))
         parts = request.clipping.layout.unflatten(sent)
         for layer, norms in by_layer.items():

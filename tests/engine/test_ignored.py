@@ -97,13 +97,13 @@ def test_training_is_as_of_torchs_mean_over_targets(kind: str, ignored: int, sev
     store = users_with(ignored, several=several)
     transport = transport_of(task, store, kind)
     request = request_under(task, LocalTraining(0.5, steps=3), len(SIZES), 8.0)
-    layout, grid = request.clipping.layout, request.clipping.steps
+    layout, in_units = request.clipping.layout, request.clipping.in_units
     for user in range(len(SIZES)):
         columns = store.examples_of(user)
         x, y = torch.tensor(columns["x"]), torch.tensor(columns["y"])
         expected = descended(task, x, y, ignored, 3)
         asked = replace(request, users=np.array([user]))
-        found = layout.unflatten(total_of(transport, asked) * grid)
+        found = layout.unflatten(in_units(total_of(transport, asked)))
         for name, update in expected.items():
             np.testing.assert_allclose(found[name], update, atol=5e-6)
         assert any(update.any() for update in expected.values()) == (user != 1)
@@ -183,7 +183,7 @@ def test_private_metrics_are_of_targets_that_count(kind: str) -> None:
     for user in (0, 2, 3, 4):
         request = request_for(task, metrics, [user])
         sums = request.clipping.layout.unflatten(
-            total_of(transport, request) * request.clipping.steps
+            request.clipping.in_units(total_of(transport, request))
         )
         columns = store.examples_of(user)
         y = torch.tensor(columns["y"])

@@ -73,7 +73,7 @@ def request_for(task: Task, metrics: tuple[Metric, ...], users: list[int]) -> Ro
 def collected(transport: InProcessTransport, request: RoundRequest) -> dict[str, np.ndarray]:
     """What users add up to, in the units of what they send."""
     clipping = request.clipping
-    return clipping.layout.unflatten(total_of(transport, request) * clipping.steps)
+    return clipping.layout.unflatten(clipping.in_units(total_of(transport, request)))
 
 
 def slowly(task: Task, users: UserStore, user: int) -> dict[str, np.ndarray]:

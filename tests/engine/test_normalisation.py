@@ -126,7 +126,7 @@ def test_local_training_equals_sgd_in_evaluation_mode() -> None:
         update = {n: p.detach().numpy() - start[n] for n, p in model.named_parameters()}
         expected += layout.flatten(update)
     found = total_of(InProcessTransport(task, users, CPU, 10**5), request)
-    np.testing.assert_allclose(found * request.clipping.steps, expected, atol=1e-5)
+    np.testing.assert_allclose(request.clipping.in_units(found), expected, atol=1e-5)
 
 
 def moments_of(task: Task, users: UserStore, user: int) -> np.ndarray:

@@ -110,10 +110,10 @@ def by_autocast(task: Task, users: UserStore) -> np.ndarray:
 def test_sums_are_close_to_those_of_float32_and_others(kind: str, path: Path) -> None:
     exact, rounded = (transport_of(kind, each, path) for each in ("float32", "bfloat16"))
     request = request_of(exact.task, len(SIZES), 8.0)
-    steps = request.clipping.steps
-    expected = total_of(exact, request) * steps
+    in_units = request.clipping.in_units
+    expected = in_units(total_of(exact, request))
     size = np.linalg.norm(expected)
-    off = np.linalg.norm(total_of(rounded, request) * steps - expected) / size
+    off = np.linalg.norm(in_units(total_of(rounded, request)) - expected) / size
     # Two factors and the result of each product are rounded, on the way there and back.
     assert ROUNDING / 100 < off < 6 * KINDS[kind][-1] * ROUNDING
     plain = np.linalg.norm(by_autocast(exact.task, exact.users) - expected) / size

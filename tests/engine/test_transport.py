@@ -133,8 +133,8 @@ def test_equals_one_user_at_a_time(
     for strategy in ("flat", "per-layer", "joint"):
         request = request_for(task, local, list(range(len(SIZES))), strategy)
         expected = one_at_a_time(task, users, request)
-        found, steps = total_of(transport, request), request.clipping.steps
-        np.testing.assert_allclose(found * steps, expected * steps, atol=2e-6)
+        found, in_units = total_of(transport, request), request.clipping.in_units
+        np.testing.assert_allclose(in_units(found), in_units(expected), atol=2e-6)
 
 
 class Checkpointed(nn.Module):
@@ -166,7 +166,9 @@ def test_what_is_checkpointed_is_computed_again_by_the_same_numbers(kind: str) -
     transport = InProcessTransport(task, make_users(), CPU, MEMORY, processes=1)
     found = total_of(transport, request)
     expected = one_at_a_time(later, make_users(), request)
-    np.testing.assert_allclose(*(t * request.clipping.steps for t in (found, expected)), atol=2e-6)
+    np.testing.assert_allclose(
+        *(request.clipping.in_units(t) for t in (found, expected)), atol=2e-6
+    )
 
 
 class Overwriting(nn.Module):

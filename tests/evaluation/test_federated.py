@@ -94,13 +94,13 @@ def test_answers_are_means_of_what_users_measure() -> None:
     made = survey(users)
     (partial,) = collect(made, users, np.arange(users.population))
     clipping = made.mechanism.clipping
-    found = clipping.layout.unflatten(partial.total * clipping.steps)
+    found = clipping.layout.unflatten(clipping.in_units(partial.total))
     expected = [
         sum(each) for each in zip(*(slowly(users, u) for u in range(len(SIZES))), strict=True)
     ]
     for name, total in zip(found, expected, strict=True):
         np.testing.assert_allclose(found[name], total, atol=1e-5)
-    average = partial.total * clipping.steps / len(SIZES)
+    average = clipping.in_units(partial.total) / len(SIZES)
     accuracy, loss, counts = made.answers(average)
     assert accuracy.question == "evaluation/accuracy"
     assert accuracy.value == pytest.approx(0.5 + expected[0][0] / len(SIZES), abs=1e-5)

@@ -32,10 +32,12 @@ norms = st.floats(1e-30, 1e30) | st.sampled_from([1e-30, 1e30, 1.0, 2.0**-20, 1.
 @st.composite
 def vectors(draw: st.DrawFn, *, finite: bool = False) -> np.ndarray:
     dtype = draw(st.sampled_from(DTYPES))
-    width = np.dtype(dtype).itemsize * 8
-    size = draw(st.integers(0, 20))
-    elements = st.floats(allow_nan=not finite, allow_infinity=not finite, width=width)
-    return draw(hnp.arrays(dtype, size, elements=elements))
+    largest = float(np.finfo(dtype).max)
+    # Not `floats(width=16)`, which rejects most constants of the modules that a run imports.
+    elements = st.floats(-largest, largest)
+    if not finite:
+        elements |= st.sampled_from([np.nan, np.inf, -np.inf])
+    return draw(hnp.arrays(np.float64, st.integers(0, 20), elements=elements)).astype(dtype)
 
 
 @st.composite

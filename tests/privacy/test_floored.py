@@ -54,7 +54,7 @@ def rounded(query: GaussianQuery, total: Sequence[int], weight: int) -> list[int
     )
     sizes = [group.dimension(query.clipping.layout) for group in query.clipping.groups]
     divisors = np.repeat(query.divisors, sizes)
-    np.testing.assert_array_equal(released, noised * query.clipping.steps / divisors)
+    np.testing.assert_array_equal(released, query.clipping.in_units(noised) / divisors)
     return [int(y) for y in noised]
 
 

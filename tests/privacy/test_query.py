@@ -265,7 +265,7 @@ def test_average_divides_by_the_constant_and_releases_events() -> None:
     average, events = replace(sum_query, denominator=4.0).noised_average(
         total, OperatingSystemEntropy(), "test"
     )
-    np.testing.assert_allclose(average, total * sum_query.clipping.steps / 4.0, rtol=1e-15)
+    np.testing.assert_allclose(average, sum_query.clipping.in_units(total) / 4.0, rtol=1e-15)
     assert [(e.group, e.clipping_norm, e.noise_stddev, e.granularity) for e in events] == [
         ("left", 1.3, 0.0, 2.0**-24),
         ("right", 0.2, 0.0, 2.0**-27),
@@ -311,7 +311,8 @@ def test_two_sums_that_differ_by_one_step_differ_by_one_step_when_noised() -> No
     one, other = (
         sum_query.noised_average(total + more, SeededEntropy(2), "noise")[0] for more in (0, 1)
     )
-    np.testing.assert_array_equal((other - one) / sum_query.clipping.steps, np.ones(one.size))
+    step = sum_query.clipping.in_units(np.ones(one.size))
+    np.testing.assert_array_equal(other - one, step)
 
 
 @pytest.mark.parametrize(

@@ -398,7 +398,7 @@ def halved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def unclipped(monkeypatch: pytest.MonkeyPatch) -> None:
     def only_rounded(clipping: Clipping, rows: np.ndarray, weights: np.ndarray) -> None:
-        rows /= clipping.steps
+        rows /= clipping.in_units(np.ones(rows.shape[1]))
         np.rint(rows, out=rows)
 
     monkeypatch.setattr(Clipping, "clip_rows", only_rounded)

@@ -57,7 +57,7 @@ def test_signal_and_noise_are_those_of_the_layers(
     # A release is the average of the sum and of the noise alike, so their ratio is that of sums,
     # tensor by tensor, each in units of its scale.
     clipping = request.clipping
-    total = clipping.layout.unflatten(sum(partial.total for partial in partials) * clipping.steps)
+    total = clipping.layout.unflatten(clipping.in_units(sum(partial.total for partial in partials)))
     stddevs = {
         e.group: e.noise_stddev
         for e in experiment.plan.mechanism_at(state.clipping_norms).event.queries

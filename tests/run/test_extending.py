@@ -263,7 +263,9 @@ def test_the_local_algorithm_of_the_guide_is_a_plain_loop_over_users(
     everyone = np.arange(5)
     request = RoundRequest("run", 1, 0, whole.parameters(), clipping, local, everyone, bytes(32))
     transport = InProcessTransport(whole, people.users, torch.device("cpu"), 10**6, processes=1)
-    found = layout.unflatten(add_up(transport.collect(request), clipping, 5).total * clipping.steps)
+    found = layout.unflatten(
+        clipping.in_units(add_up(transport.collect(request), clipping, 5).total)
+    )
     expected = {name: np.zeros(p.shape) for name, p in whole.parameters().items()}
     for user in range(5):
         net, data = model(), people.users.examples_of(user)

@@ -311,7 +311,9 @@ def test_a_lot_of_20_000_is_streamed_in_chunks() -> None:
     transport = InProcessTransport(trained, store, torch.device("cpu"), 2**20, processes=1)
     assert 0 < transport.road(request).shapes[0] < 4_000
     assert sum(partial.users for partial in transport.collect(request)) == 20_000
-    found = request.clipping.layout.unflatten(total_of(transport, request) * request.clipping.steps)
+    found = request.clipping.layout.unflatten(
+        request.clipping.in_units(total_of(transport, request))
+    )
     # All at once in double precision: the model is small enough for that.
     exact = model().double()
     parameters = dict(exact.named_parameters())

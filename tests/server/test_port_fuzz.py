@@ -305,7 +305,7 @@ def check_round(server: ChargedServer, witness: Witness, taken: np.ndarray) -> N
     offer, request = witness.offers[-1]
     witness.told.set()
     honest = request.clipping.contribution(update_of(offer.id.round))
-    expected = (honest + taken) * request.clipping.steps
+    expected = request.clipping.in_units(honest + taken)
     np.testing.assert_allclose(server.released_sum(), expected, atol=1e-4)
 
 

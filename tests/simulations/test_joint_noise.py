@@ -56,5 +56,6 @@ def test_with_the_noise_of_separate_clipping_joint_clipping_clips_nobody_else(
     user = THREE.unflatten(direction * length)
     if all(np.linalg.norm(user[name]) <= by_tensor[name] for name in THREE.names):
         clipping = together.clipping
-        kept = clipping.contribution(user) * clipping.steps
-        assert np.all(np.abs(kept - THREE.flatten(user)) <= 3.0 * clipping.steps)
+        kept = clipping.in_units(clipping.contribution(user))
+        steps = clipping.in_units(np.ones(THREE.dimension))
+        assert np.all(np.abs(kept - THREE.flatten(user)) <= 3.0 * steps)

@@ -110,9 +110,11 @@ def test_a_round_without_privacy_trains_the_same_users(monkeypatch: pytest.Monke
         plain = [partial.total for partial in engine.collect(request)]
         assert not gaussian_mechanism.rounded_gaussian(bytes(32), 5, 1e9).any()
     assert not np.any(plain)  # whole numbers of 1, of which there are none
-    steps = request.clipping.steps
     total = honest([each.flatten() for each in sent[-1]]).numpy()
-    assert np.abs(np.sum(private, 0) * steps - total).max() < 0.01 * np.abs(total).max()
+    assert (
+        np.abs(request.clipping.in_units(np.sum(private, 0)) - total).max()
+        < 0.01 * np.abs(total).max()
+    )
     assert gaussian_mechanism.rounded_gaussian(bytes(32), 5, 1e9).any()
 
 
