@@ -54,6 +54,7 @@ _NUMBERS = (int, float, np.number, np.bool_)
 _NESTED = (list, tuple, np.ndarray, _Tensor)
 _MISSING = ("NoneType", "NAType", "NaTType")  # of Python and pandas
 _NO_VALUE, _TOO_LARGE = "no value (None or NaN)", "an integer beyond 63 bits"
+_TIMES = "{} holds times; give numbers, such as days since a public date"
 _Any = TypeVar("_Any")
 
 
@@ -172,7 +173,7 @@ def read_column(what: str, column: ColumnLike) -> tuple[Array, Faults]:
         case "S":  # as HDF5 holds text
             return np.char.decode(array.astype(np.bytes_), "utf-8", "replace"), faults
         case "M" | "m":
-            raise DataError(f"{what} holds times; give numbers, such as days since a public date")
+            raise DataError(_TIMES.format(what))
         case kind if kind in "biucU":
             return array.astype(array.dtype.newbyteorder("="), copy=False), faults
     raise DataError(f"{what} has dtype {array.dtype}; give numbers, or text for classes")
@@ -189,6 +190,8 @@ def _of_objects(what: str, objects: Array) -> tuple[Array, Faults]:
     kinds = [_kind_of(value) for value in values]
     legal = [kind for kind in kinds if isinstance(kind, type | tuple)]
     if values and not legal:
+        if hasattr(values[0], "isoformat"):  # a date, or a time with its zone
+            raise DataError(_TIMES.format(what))
         cure = "give numbers, as astype(float) makes, or text for classes"
         raise DataError(f"{what} has {kinds[0]} in all {len(objects)} rows; {cure}")
     usual = _usual(legal) if legal else float

@@ -166,6 +166,7 @@ def test_a_user_without_some_numbers_refuses_nobody_else() -> None:
         (X, ["1,5", "2", "3", "1", "1", "1"], {}, "field 'y' holds numbers as text"),
         (X, ["a", 1, 1, 1, 1, 1], {}, "'y' has text, .*numbers, in row 0 of user 'ann'"),
         (X, np.array(["2020-01-01"] * 6, "M8[D]"), {}, "'y' holds times; give numbers"),
+        (X, [pd.Timestamp("2020-01-01", tz="UTC")] * 6, {}, "'y' holds times; give numbers"),
         (X, [2**70] * 6, {}, "'y' has an integer beyond 63 bits"),
         (X, np.full(6, 2**63, np.uint64), {}, "'y' has an integer beyond 63 bits.*3 of 3 users"),
         (X, np.zeros(6, "i4,f4"), {}, "'y' has dtype .*; give numbers"),
