@@ -52,7 +52,8 @@ def check_task(task: Task, examples: HeldOut, *, apart: bool = False) -> None:
     """
     for column in task.fields:
         if column not in examples:
-            raise ModelError(f"the data have no field {column!r}; they have {sorted(examples)}")
+            legal = f"inputs and targets must be among {sorted(examples)}"
+            raise ModelError(f"the data have no field {column!r}; {legal}")
     parameters = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
     if not parameters:
         raise ModelError(

@@ -207,7 +207,7 @@ def test_figures_are_named_in_a_file(tmp_path: Path) -> None:
         ('evaluation.figures.loss="auc"', "figure 'loss' is measured in any case"),
         ('evaluation.figure.a="auc"', "unknown key evaluation.figure"),
         ("model.inputs=[]", "inputs are (); there must be at least one"),
-        ('model.inputs="z"', "the data have no field 'z'"),
+        ('model.inputs="z"', "no field 'z'; inputs and targets must be among ['"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_spent(
