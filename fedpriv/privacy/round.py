@@ -270,7 +270,7 @@ class PrivacyRecords:
     def _slot_of(self, event: RoundEvent, run: str, commitment: str) -> tuple[int, int | None]:
         """Return the part of its event that a cohort was drawn for, and the charge that paid."""
         series = self.ledger.open_series(run)
-        is_first = self.participation.series_key(commitment) is not None
+        is_first = self.participation.began_series(commitment)
         if series is None or is_first or series.charge.event != event:
             return 0, None
         return series.part, series.charge.position
