@@ -250,6 +250,8 @@ class PrivacyRecords:
     def settle(self, event: RoundEvent, run: str, randomness: Randomness) -> None:
         """Charge attempts that the run drew but did not charge, for example because it was killed.
 
+        Each is charged as `event`, since no file holds the event of a round that was not charged:
+        a run whose rounds differ in cost must go on with the round that was lost.
         Raises BudgetExceededError if other runs have spent the budget that this takes: the run is
         over.
         """
