@@ -127,7 +127,8 @@ def _separated(events: Sequence[RoundEvent]) -> PairBounds:
 def _allocated(events: Sequence[RoundEvent]) -> PairBounds:
     """Return exact bounds for 1 or n participations, and an interval for others.
 
-    From below, there is a `SubsetPair`, or for many participations the sum of all rounds.
+    From below, there is a `SubsetPair`, or the sum of all rounds for many participations, or for
+    more than two with little noise, when a `SubsetPair` may have to drop all of its bins.
     """
     schedule = cast(Schedule, events[0].sampling.schedule)
     n, k = schedule.rounds, schedule.participations
@@ -135,7 +136,7 @@ def _allocated(events: Sequence[RoundEvent]) -> PairBounds:
     for (_, z), count in compose(events).items():
         pairs = {pair: m * count for pair, m in allocation_pairs(n, k, z).items()}
         above.update(pairs)
-        is_small = k <= MOST_PARTICIPATIONS
+        is_small = k <= min(MOST_PARTICIPATIONS, max(2, 800.0 * z * z))
         some = SubsetPair(n, k, z) if is_small else PoissonPair(1.0, z * n**0.5 / k)
         below.update(pairs if k in (1, n) else {some: count})
     return PairBounds(above, below)

@@ -433,13 +433,13 @@ class Ledger(InFile):
         return Charge(row.run, row.round, row.attempt, row.event, row.hash, row.part, payment)
 
     def epsilon(self, budget: PrivacyBudget, event: RoundEvent | None = None) -> float:
-        """Return ε of all charges, plus one more event of count 1 if given, at the budget's δ."""
+        """Return ε of all charges, and of one more event if given, at the budget's δ."""
         with self._lock:
             self._catch_up()
             counts, request = self._counts, (self._counted_head, event, budget)
             if event is not None:
                 self._refuse_mixture(event)
-                counts = counts + Counter([self._first.get(event.cost, event)])
+                counts = counts + Counter({self._first.get(event.cost, event): event.count})
             # A round asks before it starts, when it is charged and when it is reported.
             if self._price[0] != request:
                 self._price = request, budget.price(repeated(counts), budget.delta)

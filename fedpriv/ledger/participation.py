@@ -169,10 +169,15 @@ class ParticipationRecord(InFile):
         It is also None if the file is a copy, such as in a copied folder, or the key was changed.
         """
         sql = "SELECT key, bound FROM series WHERE commitment = ?"
-        for key, bound in self.database.read(sql, (commitment,)):
-            if self._bound(commitment, key) == bound:
-                return bytes(key)
-        return None
+        rows = self.database.read(sql, (commitment,))
+        return next((bytes(k) for k, bound in rows if self._bound(commitment, k) == bound), None)
+
+    def began_series(self, commitment: str) -> bool:
+        """Return whether the cohort is the first of its run's last series, in any copy of the file.
+
+        It is false if the key was left out of the copy or forgotten.
+        """
+        return bool(self.database.read("SELECT 1 FROM series WHERE commitment = ?", (commitment,)))
 
     def forget_series(self, run: str) -> None:
         """Delete the key of a run's series, which is over.

@@ -250,6 +250,8 @@ class PrivacyRecords:
     def settle(self, event: RoundEvent, run: str, randomness: Randomness) -> None:
         """Charge attempts that the run drew but did not charge, for example because it was killed.
 
+        Each is charged as `event`, since no file holds the event of a round that was not charged:
+        a run whose rounds differ in cost must go on with the round that was lost.
         Raises BudgetExceededError if other runs have spent the budget that this takes: the run is
         over.
         """
@@ -270,7 +272,7 @@ class PrivacyRecords:
     def _slot_of(self, event: RoundEvent, run: str, commitment: str) -> tuple[int, int | None]:
         """Return the part of its event that a cohort was drawn for, and the charge that paid."""
         series = self.ledger.open_series(run)
-        is_first = self.participation.series_key(commitment) is not None
+        is_first = self.participation.began_series(commitment)
         if series is None or is_first or series.charge.event != event:
             return 0, None
         return series.part, series.charge.position

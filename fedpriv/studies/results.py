@@ -323,13 +323,13 @@ class ReadStudy:
         return summarise(self.study, self.runs)
 
 
-def read_study(folder: Path) -> ReadStudy:
+def read_study(folder: str | Path) -> ReadStudy:
     """Read and return the study in a folder, from `runs.jsonl` if it has no runs.
 
     InvalidValueError if it holds no study; DataError as for `finished_runs`.
     """
-    file = folder / STUDY
-    if not file.exists():
+    folder = Path(folder)
+    if not (file := folder / STUDY).exists():
         raise InvalidValueError(f"{folder} holds no study; {STUDY} is absent")
     study = load_study(file)
     return ReadStudy(folder, study, tuple(finished_runs(study, folder).items()))

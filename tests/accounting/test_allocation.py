@@ -359,3 +359,14 @@ def test_several_participations_have_a_narrow_interval(
         epsilon_of([random_allocation_gaussian(rounds, k - 1, z, passes)], 1e-5).epsilon_low
         < loss.epsilon
     )
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "z"), [(16, 8, 0.063), (24, 12, 0.077), (129, 30, 0.0757), (71, 23, 0.006)]
+)
+def test_participations_with_little_noise_have_bounds(n: int, k: int, z: float) -> None:
+    """Hardly any output is likely enough under both neighbours to be in a bin."""
+    loss = epsilon_of([random_allocation_gaussian(n, k, z)], 1e-5)
+    of_sums = gaussian.epsilon(1e-5, z * n**0.5 / k)
+    revealed = gaussian.epsilon(1e-5, z / k**0.5)
+    assert 0.99 * of_sums < loss.epsilon_low < loss.epsilon <= revealed * 1.01

@@ -221,6 +221,14 @@ class TestPrices:
             object.__setattr__(other, name, "another value")
             assert other.cost != DEAR.cost, name
 
+    @pytest.mark.parametrize("charged", [[], [DEAR], [CHEAP]], ids=["nothing", "it", "another"])
+    def test_a_repeated_event_is_priced_with_its_repetitions(self, ledger, charged):
+        budget = PrivacyBudget(9.0, 1e-5, price)
+        for number, event in enumerate(charged):
+            ledger.charge(propose(number, event))
+        planned = replace(DEAR, count=5)
+        assert ledger.epsilon(budget, planned) == price([*charged, planned], 1e-5)
+
     def test_a_round_is_priced_once(self, ledger):
         """When it is about to start, when it is charged, and when what was spent is reported."""
         recorded = Recorded()

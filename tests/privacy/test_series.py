@@ -275,6 +275,26 @@ def test_of_two_copies_of_a_folder_one_goes_on_and_the_other_begins_a_series(
     ]
 
 
+@pytest.mark.parametrize("begun", [True, False], ids=["of a new series", "of the old one"])
+def test_a_round_drawn_in_a_copy_is_charged_in_its_own_series_in_the_next_copy(
+    tmp_path: Path, *, begun: bool
+) -> None:
+    """The process was killed between the draw and the charge, and no copy can use the key."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    with open_records(here) as records:
+        rounds(records, [1, 2], entropy=FRESH)
+        old = records.participation.series_key(next(records.ledger.charges()).cohort_commitment)
+        key, part = (FRESH.key(""), 0) if begun else (old, 2)
+        cohort = MECHANISM.sampling.draw(key)[part]
+        records.participation.record("run", 3, 0, cohort, key if begun else None)
+    shutil.copytree(here, there)
+    with open_records(there) as records:
+        rounds(records, [3], entropy=FRESH)
+        assert parts(records)[2:] == [(0, None) if begun else (2, 1), (0, None)]
+        records.ledger.verify(records.participation)
+
+
 def test_another_event_begins_a_series_and_gives_the_old_one_up(tmp_path: Path) -> None:
     louder = mechanism_of(200.0)
     with open_records(tmp_path) as records:

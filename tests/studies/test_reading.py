@@ -30,7 +30,7 @@ def test_what_was_written_is_read_and_what_is_not_finished_is_missing(tmp_path: 
     for number, cell in enumerate(study.cells[:3]):
         write(tmp_path, study, cell, accuracy=0.1 * number, loss=math.inf)
     (tmp_path / study.cells[3].path).mkdir(parents=True)
-    read = read_study(tmp_path)
+    read = read_study(str(tmp_path))
     assert read.missing == 1
     assert [cell for cell, _ in read.finished] == list(study.cells[:3])
     assert read.runs == tuple(
