@@ -13,7 +13,6 @@ from simulations import dealt_mnist, two_scanners
 from simulations.small_cnn import small_cnn
 
 STUDIES = [
-    "clipping_deep",
     "clipping_digits",
     "clipping_mnist_writers",
     "clipping_mnist_writers_cnn",
@@ -45,7 +44,7 @@ def mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_study_is_a_study(name: str) -> None:
     study = load_study(Path(__file__).parents[2] / "simulations" / f"{name}.toml")
     assert study.name == name.replace("_", "-")
-    assert study.seeds == tuple(range(3 if name == "clipping_deep" else 5))
+    assert study.seeds == tuple(range(5))
     assert len(study.arms) >= 3
 
 
