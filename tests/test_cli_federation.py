@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save
 from fedpriv import wire
 from fedpriv.clients import status as status_module
 from fedpriv.errors import InvalidValueError
+from fedpriv.experiment.bundled import experiment_file
 from fedpriv.report.records import Happening, SiteRecord, SiteTable, Trouble
 from fedpriv.run.folder import RunFolder
 from fedpriv.server.certificates import init, issue
@@ -441,16 +442,15 @@ def passed_on(
 @pytest.mark.usefixtures("_no_handlers")
 def test_serve_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     serve = "fedpriv.server.deployment.serve"
-    positional, named, formatter = passed_on(monkeypatch, serve, "serve", "f.toml")
-    assert positional == ["f.toml", [], None]
+    file = str(experiment_file(Path("digits")))
+    positional, named, formatter = passed_on(monkeypatch, serve, "serve", file)
+    assert positional == [file, [], None]
     assert named == dict.fromkeys(("resume", "keep_going", "insecure", "leave"), False)
     assert formatter == "TextFormatter"
-    options = ["--set", "a=1", "--set", "b=2", "--out", "o", "--log-format", "json"]
+    options = ["--set", "rounds=1", "--set", "seed=2", "--out", "o", "--log-format", "json"]
     flags = ["--resume", "--keep-going", "--insecure", "--exit"]
-    positional, named, formatter = passed_on(
-        monkeypatch, serve, "serve", "f.toml", *options, *flags
-    )
-    assert positional == ["f.toml", ["a=1", "b=2"], "o"]
+    positional, named, formatter = passed_on(monkeypatch, serve, "serve", file, *options, *flags)
+    assert positional == [file, ["rounds=1", "seed=2"], "o"]
     assert named == dict.fromkeys(("resume", "keep_going", "insecure", "leave"), True)
     assert formatter == "JsonFormatter"
 

@@ -286,7 +286,7 @@ def test_a_round_drawn_in_a_copy_is_charged_in_its_own_series_in_the_next_copy(
         rounds(records, [1, 2], entropy=FRESH)
         old = records.participation.series_key(next(records.ledger.charges()).cohort_commitment)
         key, part = (FRESH.key(""), 0) if begun else (old, 2)
-        cohort = MECHANISM.sampling.draw(key)[part]
+        cohort = MECHANISM.sampling.draw(private.SeriesEntropy(key).key("sampling"))[part]
         records.participation.record("run", 3, 0, cohort, key if begun else None)
     shutil.copytree(here, there)
     with open_records(there) as records:
