@@ -40,6 +40,19 @@ settings.register_profile("search", deadline=None, derandomize=False, max_exampl
 settings.load_profile("same")
 
 
+# Models that files, fixtures and tests make must not depend on what the process made before them.
+def pytest_collectstart() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_fixture_setup() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_runtest_call() -> None:
+    torch.manual_seed(0)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest: else one of them runs on alone when all others have ended."""
     items.sort(key=lambda item: "deployment" not in item.path.parts)

@@ -31,6 +31,14 @@ def zeros(module: nn.Module, *names: str) -> nn.Module:
     return module
 
 
+def one_of_opposite_signs() -> nn.Linear:
+    """A layer of which one output is positive for every input that does not add up to 0."""
+    layer = nn.Linear(4, 3, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[1.0], [-1.0], [0.0]]).expand(3, 4))
+    return layer
+
+
 def entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(outputs, targets, reduction="none")
 
@@ -89,7 +97,7 @@ HONEST = {
     "blank rows": (nn.Linear(4, 3, bias=False), 0.0 * X[:1], CLASSES[:1]),
     "rows that do not count": (nn.Linear(4, 3), X, np.where(np.arange(N) < N - 2, -100, CLASSES)),
     "dead units on most rows": (
-        nn.Sequential(nn.Linear(4, 3, bias=False), nn.ReLU()),
+        nn.Sequential(one_of_opposite_signs(), nn.ReLU()),
         np.where(np.arange(N)[:, None] < N - 1, 0.0 * X, X),
         CLASSES,
     ),
