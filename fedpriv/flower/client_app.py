@@ -1,4 +1,4 @@
-"""The Flower ClientApp: a worker of a simulation on Ray, which trains its share of the users.
+"""The Flower ClientApp: a worker of a simulation on Ray, which trains users that it is sent.
 
 It answers one message at a time. No exception escapes it, since Flower would send its text. No text
 that may contain users' data is sent or logged.
@@ -6,7 +6,7 @@ that may contain users' data is sent or logged.
 
 import logging
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -18,52 +18,32 @@ from fedpriv.data.population import Population
 from fedpriv.engine.arithmetic import activations_named
 from fedpriv.engine.reading import population_for
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
-from fedpriv.errors import FedprivError, InvalidValueError
+from fedpriv.errors import FedprivError
 from fedpriv.experiment.build import method_of, population_of
 from fedpriv.experiment.config import Config
 from fedpriv.flower import messages as flower_messages
-from fedpriv.flower.messages import Introduction, ShareSum, content_of
-from fedpriv.training.request import RoundRequest
+from fedpriv.flower.messages import content_of
+from fedpriv.privacy.round import PartialSum
 
 _log = logging.getLogger(__name__)
 
-NodeConfig = Mapping[str, object]
-"""Flower's configuration of a node, with `partition-id` and `num-partitions`."""
 
+def introduce(content: RecordDict) -> bytes:
+    """Load the population that a message describes; return the `digest_of_shard` of a share of it.
 
-def introduce(content: RecordDict, settings: NodeConfig) -> Introduction:
-    """Load the population that a message describes; return the worker's number and its digest.
-
-    FedprivError: the message or the configuration is invalid, or the population cannot be loaded.
+    FedprivError: the message is invalid, or the population cannot be loaded.
     """
-    (work,) = flower_messages.parts_in(content)
+    work, share = flower_messages.parts_in(content)
     population = _population(work)
-    number, shard = _place(population.users.population, settings)
-    return Introduction(
-        number, flower_messages.digest_of_shard(population.ledger_name, population.users, shard)
+    return flower_messages.digest_of_shard(
+        population.ledger_name, population.users, pickle.loads(share)
     )
 
 
-def respond(content: RecordDict, settings: NodeConfig) -> ShareSum:
-    """Train the users of the request in a message who are in this worker's share.
-
-    The text of an error may contain users' data.
-    """
-    work, packed = flower_messages.parts_in(content)
-    request: RoundRequest = pickle.loads(packed)
-    _, shard = _place(_population(work).users.population, settings)
-    users = request.users[(request.users >= shard.start) & (request.users < shard.stop)]
-    return ShareSum(len(users), _trainer(work).answer(replace(request, users=users)))
-
-
-def _place(population: int, settings: NodeConfig) -> tuple[int, range]:
-    """Return the number of a worker, and the positions of its users."""
-    worker, workers = (settings.get(name) for name in ("partition-id", "num-partitions"))
-    if not (isinstance(worker, int) and isinstance(workers, int) and 0 <= worker < workers):
-        values = f"partition-id is {worker!r} of num-partitions {workers!r}"
-        condition = "both must be whole numbers, the first from 0 to below the second"
-        raise InvalidValueError(f"{values}; {condition}")
-    return worker, flower_messages.shard_of(population, worker, workers)
+def respond(content: RecordDict) -> PartialSum:
+    """Train the users in a message for its request; the text of an error may contain their data."""
+    work, request, users = flower_messages.parts_in(content)
+    return _trainer(work).answer(replace(pickle.loads(request), users=pickle.loads(users)))
 
 
 # A worker's process lasts for the whole run, and receives messages to all nodes.
@@ -94,15 +74,15 @@ app = ClientApp()
 
 
 @app.query()
-def say_hello(message: Message, context: Context) -> Message:
+def say_hello(message: Message, _context: Context) -> Message:
     """Reply with the worker's `introduce`, or with one sentence why that failed."""
-    return _reply(message, lambda: introduce(message.content, context.node_config), str)
+    return _reply(message, lambda: introduce(message.content), str)
 
 
 @app.train()
-def answer_request(message: Message, context: Context) -> Message:
+def answer_request(message: Message, _context: Context) -> Message:
     """Reply with the worker's `respond`, or with the type of the error if training fails."""
-    return _reply(message, lambda: respond(message.content, context.node_config), _kind_of)
+    return _reply(message, lambda: respond(message.content), _kind_of)
 
 
 def _reply(

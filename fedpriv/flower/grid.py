@@ -17,7 +17,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError, StoppedError, WireError, WorkerError
 from fedpriv.experiment.build import Experiment, refuse_if_few_count, simulated
 from fedpriv.flower import messages as flower_messages
-from fedpriv.flower.messages import Introduction, ShareSum, content_of
+from fedpriv.flower.messages import content_of
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.run.run import Follow, Run, RunSetup
 from fedpriv.run.terminal import execute
@@ -45,50 +45,53 @@ class GridTransport(Transport):
     """
 
     grid: Grid
-    workers: Mapping[int, int]  # number → id on the grid
+    shares: Mapping[int, range]  # worker's id on the grid → positions of its users
     work: bytes  # the pickled configuration, the same in all rounds
     seconds: float  # from the request to the deadline
     stopping: threading.Event  # set to abandon the present round and all later ones
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         """Yield the sum of each worker; WorkerError if one fails, StoppedError if `stopping`."""
-        shared, answered = pickle.dumps(request), 0
+        shared, answered = pickle.dumps(replace(request, users=request.users[:0])), 0
+        drawn = {
+            node: request.users[(request.users >= share.start) & (request.users < share.stop)]
+            for node, share in self.shares.items()
+        }
         messages = (
-            (str(worker), Message(content_of(self.work, shared), node, MessageType.TRAIN))
-            for worker, node in self.workers.items()
+            Message(content_of(self.work, shared, pickle.dumps(users)), node, MessageType.TRAIN)
+            for node, users in drawn.items()
         )
         deadline = monotonic() + self.seconds
         replies = flower_messages.exchange(self.grid, messages, deadline, self.stopping)
         with closing(replies):
-            for worker, reply in replies:
-                if partial := self._accepted(int(worker), reply):
+            for node, reply in replies:
+                if partial := self._accepted(node, reply, drawn[node].size):
                     answered += 1
                     yield partial
         if self.stopping.is_set():
             raise StoppedError("the simulation was asked to stop; nothing of the round is released")
-        if answered < len(self.workers):
-            counts = f"{answered} of {len(self.workers)}"
+        if answered < len(self.shares):
+            counts = f"{answered} of {len(self.shares)}"
             raise WorkerError(f"{counts} workers answered in round {request.round}; all must")
 
-    def _accepted(self, worker: int, reply: Message | str) -> PartialSum | None:
+    def _accepted(self, node: int, reply: Message | str, drawn: int) -> PartialSum | None:
         """Return the sum in a reply; None, with a line in the log, if there is none."""
-        name = f"{SIMULATION_ONLY}: worker-{worker}"
+        worker = f"worker-{[*self.shares].index(node)}"
+        name = f"{SIMULATION_ONLY}: {worker}"
         try:
-            answer = _answer_in(reply, ShareSum, self.workers[worker])
+            partial = _answer_in(reply, PartialSum)
         except WireError as error:
             _log.warning("%s failed: %s", name, error)
             return None
-        if flaw := flaw_of(answer.partial, answer.drawn):
+        if flaw := flaw_of(partial, drawn):
             trouble(_log, name, *flaw)
-        return replace(answer.partial, node=f"worker-{worker}")
+        return replace(partial, node=worker)
 
 
-def _answer_in(reply: Message | str, kind: type[_Answer], node: int) -> _Answer:
-    """Return the answer in the reply of a node; WireError, with the reason, if it has none."""
+def _answer_in(reply: Message | str, kind: type[_Answer]) -> _Answer:
+    """Return the answer in a reply; WireError, with the reason, if it has none."""
     if isinstance(reply, str):
         raise WireError(f"{reply}; fedpriv must be installed there")
-    if reply.metadata.src_node_id != node:
-        raise WireError("it comes from another node than the one that was asked")
     parts = flower_messages.parts_in(reply.content)
     value: object = pickle.loads(parts[0]) if parts else None
     if isinstance(value, str):  # why the worker cannot answer
@@ -105,11 +108,12 @@ def introduced_workers(
     workers: int,
     work: bytes,
     stopping: threading.Event,
-) -> dict[int, int]:
-    """Wait until all workers of a simulation have loaded the users; return number → id on the grid.
+) -> dict[int, range]:
+    """Wait until all workers of a simulation have loaded the users; return id on the grid → share.
 
-    `work` is the pickled configuration. WorkerError: there are more or fewer workers, or one cannot
-    load the same data. StoppedError: `stopping` was set.
+    The shares are ranges of positions, of equal size up to one user. `work` is the pickled
+    configuration. WorkerError: there are more or fewer workers, or one cannot load the same data.
+    StoppedError: `stopping` was set.
     """
     end = monotonic() + _CONNECTION_SECONDS
     while len(ids := list(grid.get_node_ids())) < workers and monotonic() < end:
@@ -118,24 +122,26 @@ def introduced_workers(
     if len(ids) != workers:
         present = f"there are {len(ids)} workers (SuperNodes)"
         raise WorkerError(f"{present}; the run is configured for {workers}")
-    shards = [flower_messages.shard_of(users.population, k, workers) for k in range(workers)]
-    expected = [flower_messages.digest_of_shard(population, users, shard) for shard in shards]
-    numbers = dict[int, int]()
-    messages = ((str(i), Message(content_of(work), i, MessageType.QUERY)) for i in ids)
-    end = monotonic() + _START_SECONDS
+    ends = [users.population * number // workers for number in range(workers + 1)]
+    shares = dict(zip(ids, map(range, ends, ends[1:]), strict=True))
+    messages = (
+        Message(content_of(work, pickle.dumps(share)), node, MessageType.QUERY)
+        for node, share in shares.items()
+    )
+    end, answered = monotonic() + _START_SECONDS, 0
     for node, reply in flower_messages.exchange(grid, messages, end, stopping):
         try:
-            told = _answer_in(reply, Introduction, int(node))
+            digest = _answer_in(reply, bytes)
         except WireError as error:
             raise WorkerError(f"a worker cannot take part: {error}") from error
-        if told.worker >= workers or told.users != expected[told.worker]:
+        if digest != flower_messages.digest_of_shard(population, users, shares[node]):
             raise WorkerError("a worker has loaded other users, or other data, than the server")
-        numbers[told.worker] = int(node)
+        answered += 1
     if stopping.is_set():
         raise StoppedError("the simulation was asked to stop")
-    if len(numbers) < workers:
-        raise WorkerError(f"{len(numbers)} of {workers} workers answer; all must")
-    return numbers
+    if answered < workers:
+        raise WorkerError(f"{answered} of {workers} workers answer; all must")
+    return shares
 
 
 @dataclass(frozen=True)
@@ -175,9 +181,9 @@ class GridSimulation:
         When `stopping` is set, the present round is abandoned. WorkerError: a worker failed.
         """
         work, population = pickle.dumps(self.experiment.config), self.experiment.plan.population
-        numbers = introduced_workers(grid, population, self.users, self.workers, work, stopping)
+        shares = introduced_workers(grid, population, self.users, self.workers, work, stopping)
 
         def hosted(_experiment: Experiment, _records: PrivacyRecords) -> Transport:
-            return GridTransport(grid, numbers, work, float(DEFAULT_TTL), stopping)
+            return GridTransport(grid, shares, work, float(DEFAULT_TTL), stopping)
 
         return execute(self.setup, self.experiment, hosted, console, follow)

@@ -2,8 +2,9 @@
 
 A message to an app's mod has two parts, a serialised clipping of `fedpriv.wire` and numbers of
 users, and its answer holds the bytes of a sum. A simulation and its workers, which run on one
-cluster of Ray, trust each other and send pickled values: the `Config`, and then the request of a
-round. Both sides must run the same version of fedpriv.
+cluster of Ray, trust each other and send pickled values: the `Config`, then the worker's share of
+the population, or the request of a round and those of its users who are in the share. Both sides
+must run the same version of fedpriv.
 """
 
 import hashlib
@@ -11,7 +12,6 @@ import json
 import queue
 import threading
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, cast
 
@@ -23,7 +23,6 @@ from fedpriv import __version__
 from fedpriv.data.population import UserStore
 from fedpriv.errors import WireError
 from fedpriv.privacy.clipping import Clipping, IntegerVector
-from fedpriv.privacy.round import PartialSum
 from fedpriv.wire import NODE_RECEIVES_BYTES, parse
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.codec import MAX_NAME
@@ -41,28 +40,7 @@ _POLL_GROWTH = 1.2  # a reply is noticed after at most a fifth of the time that 
 _LONGEST_POLL_SECONDS = 0.5
 _STOP_CHECK_SECONDS = 0.2
 
-Reply = tuple[str, Message | str]  # key of a message, and its reply or why there is none
-
-
-@dataclass(frozen=True)
-class Introduction:
-    """The answer of a worker that can take part."""
-
-    worker: int  # its number, from 0
-    users: bytes  # `digest_of_shard` of its share
-
-
-@dataclass(frozen=True)
-class ShareSum:
-    """The answer of a worker to a request."""
-
-    drawn: int  # number of its users in the request
-    partial: PartialSum  # of these users
-
-
-def shard_of(population: int, worker: int, workers: int) -> range:
-    """Return the positions of a worker's users: contiguous shares of equal size up to one user."""
-    return range(population * worker // workers, population * (worker + 1) // workers)
+Reply = tuple[int, Message | str]  # the node that was asked, and its reply or why there is none
 
 
 def digest_of_shard(population: str, users: UserStore, shard: range) -> bytes:
@@ -137,19 +115,18 @@ def sum_in(content: RecordDict, dimension: int) -> IntegerVector:
     return np.frombuffer(data, "<i8").astype(np.int64)
 
 
-def _trouble(reply: Message) -> str:
+def _trouble(reply: Message, node: int) -> str:
     if reply.has_error():
         return f"error {reply.error.code} of Flower"
+    if reply.metadata.src_node_id != node:
+        return "it comes from another node than the one that was asked"
     return "" if reply.has_content() else "it holds nothing"
 
 
 def exchange(
-    grid: "Grid",
-    messages: Iterable[tuple[str, Message]],
-    deadline: float,
-    stopping: threading.Event,
+    grid: "Grid", messages: Iterable[Message], deadline: float, stopping: threading.Event
 ) -> Generator[Reply, None, None]:
-    """Send messages by key, and yield each reply as it arrives.
+    """Send messages to different nodes, and yield each reply as it arrives.
 
     A message that the grid does not accept, for instance to a node that has left, has no reply.
     Each other message has at most one reply, with content, even if a node sends several, and none
@@ -160,26 +137,27 @@ def exchange(
     """
     over, replies = threading.Event(), queue.SimpleQueue[Reply]()
 
-    def await_reply(key: str, message_id: str) -> None:
+    def await_reply(node: int, message_id: str) -> None:
         pause = _FIRST_POLL_SECONDS
         while not over.is_set():
             try:
                 for reply in grid.pull_messages([message_id]):
                     if reply.metadata.reply_to_message_id == message_id:
-                        replies.put((key, _trouble(reply) or reply))
+                        replies.put((node, _trouble(reply, node) or reply))
                         return
             except Exception as error:  # the connection failed, or the reply is malformed
-                replies.put((key, f"its reply cannot be received: {type(error).__name__}"))
+                replies.put((node, f"its reply cannot be received: {type(error).__name__}"))
                 return
             over.wait(pause)
             pause = min(_POLL_GROWTH * pause, _LONGEST_POLL_SECONDS)
 
     outstanding = 0
     try:
-        for key, message in messages:
+        for message in messages:
+            node = message.metadata.dst_node_id
             # One at a time, because a grid may omit the ids of messages that it does not accept.
             for message_id in filter(None, grid.push_messages([message])):
-                threading.Thread(target=await_reply, args=(key, message_id), daemon=True).start()
+                threading.Thread(target=await_reply, args=(node, message_id), daemon=True).start()
                 outstanding += 1
         while outstanding and not stopping.is_set() and (left := deadline - monotonic()) > 0.0:
             try:

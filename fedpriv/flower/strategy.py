@@ -298,22 +298,22 @@ class NodesTransport(Transport):
         arrays, sent = self.model.record(request.parameters), self.model.sent(request.parameters)
         config = ConfigRecord({**self.config, "server-round": request.round})
 
-        def messages() -> Iterator[tuple[str, Message]]:
+        def messages() -> Iterator[Message]:
             for node, users in drawn.items():
                 content = flower_messages.asking(clipping, users)
                 content[_ARRAYS], content[_CONFIG] = arrays, config
-                yield str(node), Message(content, node, MessageType.TRAIN, ttl=self.seconds)
+                yield Message(content, node, MessageType.TRAIN, ttl=self.seconds)
 
         deadline, never = time.monotonic() + self.seconds, threading.Event()
         with closing(flower_messages.exchange(self.grid, messages(), deadline, never)) as replies:
             for node, reply in replies:
                 try:
-                    total = self._total(clipping, sent, int(node), reply)
+                    total = self._total(clipping, sent, node, reply)
                 except WireError as error:  # that a node was drawn is secret: it is not named
                     _log.warning("a reply counts as zero: %s", one_line(str(error)))
                     continue
-                users = drawn[int(node)].size
-                yield PartialSum(node, users, total, users * clipping.weight_cap)
+                users = drawn[node].size
+                yield PartialSum(str(node), users, total, users * clipping.weight_cap)
 
     def _drawn(self, users: npt.NDArray[np.int64]) -> dict[int, npt.NDArray[np.int64]]:
         """Return the drawn users of each node by its id, numbered from 0 within the node."""
@@ -338,8 +338,6 @@ class NodesTransport(Transport):
         """
         if isinstance(reply, str):
             raise WireError(reply)
-        if reply.metadata.src_node_id != node:
-            raise WireError("it comes from another node than the one that was asked")
         if flower_messages.ARRAY in reply.content:
             return flower_messages.sum_in(reply.content, clipping.layout.dimension)
         if self.nodes[node] > 1:

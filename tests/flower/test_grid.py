@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,6 @@ from fedpriv.experiment.config import parse_config
 from fedpriv.flower import messages as flower_messages
 from fedpriv.flower.client_app import respond
 from fedpriv.flower.grid import GridTransport, introduced_workers
-from fedpriv.flower.messages import ShareSum
 from fedpriv.privacy.round import PartialSum
 from fedpriv.training.request import RoundRequest, Transport
 from tests.engine.everyone import torch_threads
@@ -54,15 +54,14 @@ def simulated(
     stopping: threading.Event | None = None,
 ) -> tuple[LocalGrid, GridTransport]:
     """A transport over workers that load the crowd by themselves."""
-    settings = [{"partition-id": k, "num-partitions": workers} for k in range(workers)]
-    grid = LocalGrid({FIRST_ID + k: (app, config) for k, config in enumerate(settings)})
+    grid = LocalGrid({FIRST_ID + k: (app, {}) for k in range(workers)})
     grids.append(grid)
     stopping = stopping or threading.Event()
-    numbers = introduced(grid, workers, crowd())
-    return grid, GridTransport(grid, numbers, crowd(), seconds, stopping)
+    shares = introduced(grid, workers, crowd())
+    return grid, GridTransport(grid, shares, crowd(), seconds, stopping)
 
 
-def introduced(grid: LocalGrid, workers: int, work: bytes) -> dict[int, int]:
+def introduced(grid: LocalGrid, workers: int, work: bytes) -> dict[int, range]:
     people = population()
     return introduced_workers(grid, people.name, people.users, workers, work, threading.Event())
 
@@ -109,10 +108,10 @@ def test_what_goes_wrong_at_workers_of_a_simulation_is_marked_as_not_private(
 
 def test_workers_give_what_one_process_gives(grids: list[LocalGrid]) -> None:
     request = request_to(list(range(USERS)))
-    settings = {"partition-id": 0, "num-partitions": 1}
-    given = flower_messages.content_of(crowd(), pickle.dumps(request))
+    parts = pickle.dumps(replace(request, users=request.users[:0])), pickle.dumps(request.users)
+    given = flower_messages.content_of(crowd(), *parts)
     with torch_threads(1):  # as many as workers train with, which decides how sums round
-        expected = respond(given, settings).partial.total
+        expected = respond(given).total
         for workers in (1, 2, USERS):
             np.testing.assert_array_equal(total_of(simulated(grids, workers)[1], request), expected)
 
@@ -140,7 +139,7 @@ def content(change: Callable[[RecordDict], None]) -> App:
 def quick(message: Message, _context: Context) -> Message:
     """Sends a sum of nobody at once."""
     request = pickle.loads(flower_messages.parts_in(message.content)[1])
-    packed = pickle.dumps(ShareSum(0, PartialSum("", 0, nothing_of(request), 0)))
+    packed = pickle.dumps(PartialSum("", 0, nothing_of(request), 0))
     return Message(flower_messages.content_of(packed), reply_to=message)
 
 
@@ -212,12 +211,11 @@ def test_a_broken_reply_does_not_count_and_ends_the_simulation(
 def test_what_a_worker_raises_is_told_by_its_type_alone(
     grids: list[LocalGrid], caplog: pytest.LogCaptureFixture
 ) -> None:
-    grid, transport = simulated(grids, workers=2)
-    grid.nodes[FIRST_ID] = app, {"partition-id": 2, "num-partitions": 2}
-    with caplog.at_level("INFO"):
-        assert counted(transport, request_to([0, 4])).keys() == {"worker-1"}
-    assert "worker-0 failed: InvalidValueError" in caplog.text
-    assert "partition-id is" not in caplog.text
+    transport = replace(simulated(grids, workers=2)[1], work=crowd("tests.server.missing:people"))
+    with caplog.at_level("INFO"), pytest.raises(WorkerError, match="0 of 2 workers answered"):
+        total_of(transport, request_to([0, 4]))
+    assert "worker-0 failed: DataError" in caplog.text
+    assert "missing" not in caplog.text
 
 
 def test_what_comes_after_the_deadline_counts_for_nothing(grids: list[LocalGrid]) -> None:
@@ -266,11 +264,12 @@ def failing(kind: str) -> object:
     raise kinds[kind](SECRET)
 
 
-def trouble_of(settings: Mapping[str, object], work: bytes) -> str:
-    """What a worker says when it is asked who it is and cannot tell."""
-    grid = LocalGrid({FIRST_ID: (app, settings)})
+def trouble_of(work: bytes) -> str:
+    """What a worker says when it is asked what it has loaded and cannot tell."""
+    grid = LocalGrid({FIRST_ID: (app, {})})
     try:
-        question = Message(flower_messages.content_of(work), FIRST_ID, MessageType.QUERY)
+        content = flower_messages.content_of(work, pickle.dumps(range(1)))
+        question = Message(content, FIRST_ID, MessageType.QUERY)
         (reply,) = grid.send_and_receive([question], timeout=SECONDS)
     finally:
         grid.close()
@@ -283,12 +282,12 @@ def test_what_a_loader_of_a_simulation_says_stays_at_the_worker(
 ) -> None:
     monkeypatch.setitem(sys.modules, "node_loaders", sys.modules[__name__])
     work = crowd("node_loaders:failing", kind=kind)
-    said = trouble_of({"partition-id": 0, "num-partitions": 1}, work)
+    said = trouble_of(work)
     assert words in said
     assert SECRET not in said + caplog.text
 
 
-WORKERS = {FIRST_ID + k: (app, {"partition-id": k, "num-partitions": 2}) for k in range(2)}
+WORKERS = {FIRST_ID + k: (app, {}) for k in range(2)}
 
 
 @pytest.mark.parametrize(
@@ -300,8 +299,6 @@ WORKERS = {FIRST_ID + k: (app, {"partition-id": k, "num-partitions": 2}) for k i
         (WORKERS, crowd(pixel=0.5), "other data"),
         (WORKERS, crowd(moved=1), "other data"),
         ({**WORKERS, 5: (app, {})}, crowd(), "3 workers .* configured for 2"),
-        ({**WORKERS, FIRST_ID: WORKERS[FIRST_ID + 1]}, crowd(), "1 of 2 workers answer"),
-        ({**WORKERS, FIRST_ID: (app, {"partition-id": 2})}, crowd(), "partition-id is 2"),
         (WORKERS, b"", "a worker cannot take part: EOFError"),
     ],
     ids=[
@@ -311,8 +308,6 @@ WORKERS = {FIRST_ID + k: (app, {"partition-id": k, "num-partitions": 2}) for k i
         "other pixel",
         "other cut",
         "too many",
-        "one twice",
-        "no share",
         "nothing",
     ],
 )
@@ -341,10 +336,10 @@ def test_the_sum_of_nobody_is_zero(grids: list[LocalGrid]) -> None:
     assert not any(partial.total.any() for partial in partials)
 
 
-@pytest.mark.parametrize(("users", "workers"), [(7, 3), (7, 7), (5, 1), (1000, 7)])
-def test_shards_are_even_and_hold_everybody_once(users: int, workers: int) -> None:
-    shares = [flower_messages.shard_of(users, k, workers) for k in range(workers)]
-    assert [user for share in shares for user in share] == list(range(users))
+@pytest.mark.parametrize("workers", [1, 3, USERS])
+def test_shares_are_even_and_hold_everybody_once(grids: list[LocalGrid], workers: int) -> None:
+    shares = simulated(grids, workers)[1].shares.values()
+    assert [user for share in shares for user in share] == list(range(USERS))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
