@@ -1,7 +1,7 @@
 """Authentication: where the server listens, how it identifies callers, and what they may do.
 
-An interceptor identifies the calling node before any part of a call is read or handled. It also
-bounds how often a node may call, and how many calls it may have open.
+The calling node is identified before any part of a call is read or handled. It may call so often,
+and have so many calls open.
 
 gRPC bounds neither what it stores for a peer that does not read nor the work that small frames
 cause. So we bound what a node may send besides the messages that handlers read. A node that sends
@@ -24,6 +24,8 @@ from urllib.parse import unquote
 
 import grpc
 from cryptography import x509
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import Message
 
 from fedpriv.errors import FedprivError, InvalidValueError, WireError
 from fedpriv.experiment.config import FederationSection
@@ -52,8 +54,6 @@ _REST_PER_READ, _REST_PER_SENT, _REST_PER_CALL = 0.05, 0.02, 1024
 _MESSAGE_BYTES = 5  # in front of each message
 
 Context: TypeAlias = grpc.aio.ServicerContext
-# The function that gRPC calls, with the messages of a request as bytes, and the call's context.
-RpcMethod = Callable[[AsyncIterable[bytes], Context], Awaitable[object]]
 Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 # Returns the node of a certificate (PEM; empty in plain text) or of a call's metadata, or raises
 # UnknownPeerError.
@@ -269,8 +269,8 @@ class RateLimit:
 
 
 @dataclass(eq=False)
-class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Checks the caller of every method of every service, then sets `NODE` and calls the handler.
+class Authentication:
+    """Checks the caller of every method, then sets `NODE` and calls the handler: `handler`.
 
     If a request is one message, gRPC reads it before any of our code runs, and buffers as many
     bytes as the message claims to have. So all requests are streams to gRPC, which our code reads.
@@ -324,24 +324,18 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
             sentence = "the certificate is enrolled at another node now"
             raise UnknownPeerError(_UNAUTHENTICATED, sentence, node)
 
-    async def intercept_service(
+    def handler(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler | None:
-        """Return a handler that checks the caller first; its request is a stream of bytes."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        checked = self._checked(handler, str(handler_call_details.method).rpartition("/")[2])
-        if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(checked, None, handler.response_serializer)
-        return grpc.stream_unary_rpc_method_handler(checked, None, handler.response_serializer)
+        method: MethodDescriptor,
+        answer: Callable[..., Awaitable[object]],
+        parse: Callable[[bytes], object],
+        serialise: Callable[[Message], bytes],
+    ) -> grpc.RpcMethodHandler:
+        """Return a handler of a method that checks the caller, and then calls `answer`.
 
-    def _checked(self, handler: grpc.RpcMethodHandler, name: str) -> RpcMethod:
-        method = (handler.unary_unary or handler.unary_stream) or (
-            handler.stream_unary or handler.stream_stream
-        )
+        `answer` gets the request, parsed by `parse`, and the context. WireError in `parse` ends the
+        call; gRPC would log a traceback for each malformed request.
+        """
 
         async def checked(messages: AsyncIterable[bytes], context: Context) -> object:
             node = None
@@ -354,14 +348,14 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
                     NODE.set(node)
                     _PEER.set(peer)
                     peer.allowance.called()
-                    if handler.response_streaming:
+                    if method.server_streaming:
                         # If these came with the first message, a node that does not read that
                         # message could not be sent a status.
                         await context.send_initial_metadata(())
-                    request = self._messages(messages, peer, handler.request_deserializer)
-                    if handler.request_streaming:
-                        return await method(request, context)
-                    return await method(await _only(request), context)
+                    request = self._messages(messages, peer, parse)
+                    if method.client_streaming:
+                        return await answer(request, context)
+                    return await answer(await _only(request), context)
                 except RefusedCallError as error:
                     refused = error.code, str(error)
                 except WireError as error:
@@ -372,7 +366,7 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
                     raise
                 except Exception as error:  # gRPC would send the caller its text, with paths
                     sentence = f": {error}" if isinstance(error, FedprivError) else ""
-                    _log.exception("a call of %s failed%s", name, sentence)
+                    _log.exception("a call of %s failed%s", method.name, sentence)
                     refused = grpc.StatusCode.INTERNAL, _FAILED
                 await _abort(context, *refused)
                 return None
@@ -384,16 +378,18 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
                     self._last_end = monotonic()
                     self._open -= Counter([node])  # keeps positive numbers only
 
-        return checked
+        if method.server_streaming:
+            return grpc.stream_stream_rpc_method_handler(checked, None, serialise)
+        return grpc.stream_unary_rpc_method_handler(checked, None, serialise)
 
     async def _messages(
-        self, messages: AsyncIterable[bytes], peer: Peer, parse: Callable[[bytes], object] | None
+        self, messages: AsyncIterable[bytes], peer: Peer, parse: Callable[[bytes], object]
     ) -> AsyncGenerator[object, None]:
         # Unless it is closed, a stream that is not read to its end lives until garbage collection.
         async with aclosing(aiter(messages)) as received:  # type: ignore[type-var]
             async for message in received:
                 peer.allowance.read(len(message))
-                yield message if parse is None else parse(message)
+                yield parse(message)
 
     def _admitted(self, peer: Peer, context: Context) -> str:
         """Return the calling node if it may make this call; RefusedCallError otherwise."""

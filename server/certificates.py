@@ -40,12 +40,9 @@ _HOST = re.compile(rf"(?=.{{1,253}}$)(?!(.*\.)?[0-9]+$){_LABEL}(\.{_LABEL})*")
 
 def load_ca(path: Path) -> x509.Certificate:
     """Return the certificate of an authority; InvalidValueError if the file holds anything else."""
-    pem = naming.read_file(path)
-    try:
+    with naming.parsing(path, "an authority's certificate") as pem:
         ca = x509.load_pem_x509_certificate(pem)
         constraints = ca.extensions.get_extension_for_class(x509.BasicConstraints).value
-    except (x509.ExtensionNotFound, *naming.MALFORMED) as error:
-        raise InvalidValueError(f"{path} is not an authority's certificate") from error
     if not constraints.ca:
         raise InvalidValueError(f"{path} is not an authority's certificate, but one issued by it")
     return ca
@@ -146,12 +143,9 @@ def issue(
 
 def _load_request(path: Path) -> tuple[str, _PublicKey]:
     """Return a request's node name and key; InvalidValueError if the name or key is unusable."""
-    pem = naming.read_file(path)
-    try:
+    with naming.parsing(path, "a certificate signing request") as pem:
         csr = x509.load_pem_x509_csr(pem)
         key, valid = csr.public_key(), csr.is_signature_valid
-    except naming.MALFORMED as error:
-        raise InvalidValueError(f"{path} is not a certificate signing request") from error
     if not valid:
         raise InvalidValueError(f"{path} is not signed with the key that it is about")
     if not _is_strong(key):

@@ -7,7 +7,7 @@ import resource
 import ssl
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -58,7 +58,7 @@ _SHARE_OF_A_PART = 0.25  # of a transfer's time, so that a node that reads nothi
 _RECHECK_SECONDS = 5.0  # the connection of a node whose certificate is removed ends within this
 _GRACE_SECONDS = 5.0
 _WATCH_SECONDS = 2.0
-OPTIONS: Sequence[tuple[str, int]] = (
+OPTIONS = (
     ("grpc.max_receive_message_length", SERVER_RECEIVES_BYTES),
     ("grpc.max_send_message_length", NODE_RECEIVES_BYTES),
     *wire.UNCOMPRESSED,
@@ -586,7 +586,7 @@ def listening(service: Service, address: Address, tls: ssl.SSLContext | None) ->
 
 async def _begun(service: Service, front: Front, folder: Path) -> grpc.aio.Server:
     """Start a gRPC server behind the front, at a new socket in the folder."""
-    server = grpc.aio.server(interceptors=[service.authentication], options=OPTIONS)
+    server = grpc.aio.server(options=OPTIONS)
     server.add_generic_rpc_handlers([_generic_handler(service)])
     front.inner = folder / f"grpc-{time.monotonic_ns()}"
     try:
@@ -617,29 +617,23 @@ async def _accepts(path: Path) -> bool:
 
 
 def _generic_handler(service: Service) -> grpc.GenericRpcHandler:
-    """Return the handler of the methods of federation.proto.
-
-    The functions that parse requests raise WireError. `Authentication` calls them, because gRPC
-    would log a traceback for each malformed request.
-    """
-
-    def reading(kind: type[Message], most: int = _SMALL) -> Callable[[bytes], Message]:
-        return partial(parse, kind, most=most)
-
-    def serialised(message: Message) -> bytes:
-        return bytes(message.SerializeToString())
-
-    stream, unary = grpc.unary_stream_rpc_method_handler, grpc.unary_unary_rpc_method_handler
-    part = reading(pb.UploadPart, SERVER_RECEIVES_BYTES)
-    methods = {
-        "Connect": grpc.stream_stream_rpc_method_handler(
-            service.connect, reading(pb.FromNode), serialised
-        ),
-        "Download": stream(service.download, reading(pb.RoundId)),  # sends serialised chunks
-        "Upload": grpc.stream_unary_rpc_method_handler(service.upload, part, serialised),
-        "Exchange": unary(service.exchange_step, reading(pb.Step, _STEP), serialised),
-        "FetchLedger": stream(service.fetch_ledger, reading(pb.LedgerRequest), serialised),
-        "FetchModel": stream(service.fetch_model, reading(pb.ModelRequest), serialised),
-        "GetStatus": unary(service.get_status, reading(pb.StatusRequest), serialised),
+    """Return the handler of the methods of federation.proto."""
+    answers: dict[str, tuple[Callable[..., Awaitable[object]], type[Message], int]] = {
+        "Connect": (service.connect, pb.FromNode, _SMALL),
+        "Download": (service.download, pb.RoundId, _SMALL),
+        "Upload": (service.upload, pb.UploadPart, SERVER_RECEIVES_BYTES),
+        "Exchange": (service.exchange_step, pb.Step, _STEP),
+        "FetchLedger": (service.fetch_ledger, pb.LedgerRequest, _SMALL),
+        "FetchModel": (service.fetch_model, pb.ModelRequest, _SMALL),
+        "GetStatus": (service.get_status, pb.StatusRequest, _SMALL),
     }
-    return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    def serialised(message: Message | bytes) -> bytes:
+        return message if isinstance(message, bytes) else bytes(message.SerializeToString())
+
+    handlers = {}
+    for method in pb.DESCRIPTOR.services_by_name["Federation"].methods:
+        answer, kind, most = answers[method.name]
+        reading = partial(parse, kind, most=most)
+        handlers[method.name] = service.authentication.handler(method, answer, reading, serialised)
+    return grpc.method_handlers_generic_handler(SERVICE, handlers)

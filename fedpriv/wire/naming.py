@@ -5,8 +5,8 @@ import ipaddress
 import json
 import re
 import socket
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -16,7 +16,6 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, padding, rsa
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
-from cryptography.x509 import DuplicateExtension, InvalidVersion
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedpriv.errors import InvalidValueError, reason_of
@@ -30,7 +29,10 @@ SERVICE = "fedpriv.v1.Federation"
 NODE_KEY = "fedpriv-node"  # metadata of plain-text calls: the node's name, percent-encoded
 NEWER = "newer connection of the same node"  # the server's reason to end one; nodes look for it
 # Errors that cryptography raises for a certificate or key that cannot be parsed.
-MALFORMED = ValueError, TypeError, UnsupportedAlgorithm, DuplicateExtension, InvalidVersion
+MALFORMED = (
+    *(ValueError, TypeError, UnsupportedAlgorithm),
+    *(x509.DuplicateExtension, x509.ExtensionNotFound, x509.InvalidVersion),
+)
 _RSA_PADDING = padding.PSS(padding.MGF1(SHA256()), padding.PSS.DIGEST_LENGTH)
 _ANY_USAGE = ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE
 _CURVES = ("secp256r1", "secp384r1", "secp521r1")
@@ -74,14 +76,24 @@ def read_key(path: Path) -> bytes:
     return key
 
 
+@contextmanager
+def parsing(path: Path, what: str) -> Iterator[bytes]:
+    """Yield the content of a file, which is parsed within the context.
+
+    InvalidValueError: it cannot be read, or it is malformed, and so not `what`.
+    """
+    content = read_file(path)
+    try:
+        yield content
+    except MALFORMED as error:
+        raise InvalidValueError(f"{path} is not {what}") from error
+
+
 def load_certificate(path: Path) -> x509.Certificate:
     """Return the certificate in a file; InvalidValueError if there is none."""
-    pem = read_file(path)
-    try:
+    with parsing(path, "a certificate") as pem:
         certificate = x509.load_pem_x509_certificate(pem)
         certificate.public_key()  # raises if it is malformed or of an unknown kind
-    except MALFORMED as error:
-        raise InvalidValueError(f"{path} is not a certificate") from error
     return certificate
 
 
@@ -92,11 +104,8 @@ def fingerprint_of(certificate: x509.Certificate) -> str:
 
 def load_authorities(path: Path) -> list[x509.Certificate]:
     """Return the authorities' certificates in a file; InvalidValueError if there is none."""
-    pem = read_file(path)
-    try:
+    with parsing(path, "an authority's certificate") as pem:
         return x509.load_pem_x509_certificates(pem)
-    except MALFORMED as error:
-        raise InvalidValueError(f"{path} is not an authority's certificate") from error
 
 
 def issued_by(authorities: Iterable[x509.Certificate], certificate: x509.Certificate) -> bool:
