@@ -24,7 +24,7 @@ from fedpriv.ledger import Head
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PartialSum
 from fedpriv.secure_sums.protocol import MaskedVector
-from fedpriv.wire import Receipt, RoundId, RoundOffer, Status, Terms, Vote, Welcome, codec, naming
+from fedpriv.wire import Receipt, RoundId, Status, Terms, Vote, Welcome, codec, naming
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.codec import MAX_COMPONENTS
 from fedpriv.wire.naming import SERVICE, Address
@@ -208,9 +208,9 @@ class FederationStub:
         if not welcomed:
             raise WireError("the server ends the connection without a welcome")
 
-    async def download(self, offer: RoundOffer) -> Tensors:
-        """Return the tensors of an offered round: read-only, of the declared shapes and sizes."""
-        receiver, request = wire.Receiver(offer.model), wire.ROUND_ID.encode(offer.id)
+    async def download(self, round_id: RoundId, model: wire.Manifest) -> Tensors:
+        """Return the tensors of an offered round, read-only."""
+        receiver, request = wire.Receiver(model), wire.ROUND_ID.encode(round_id)
         async with aclosing(self._responses("Download", request, pb.Chunk)) as chunks:
             async for chunk in chunks:
                 receiver.add(chunk)
@@ -225,7 +225,8 @@ class FederationStub:
 
     async def upload_masked(self, round_id: RoundId, masked: MaskedVector) -> Receipt:
         """Send a masked sum [D], and return the server's receipt."""
-        answer, signed = wire.RoundAnswer(round_id, wire.MaskedSum()), f"i{masked.itemsize}"
+        header, signed = wire.SummedUpdates(0, 0, masked=True), f"i{masked.itemsize}"
+        answer = wire.RoundAnswer(round_id, header)
         return await self._upload(answer, {wire.SUM: masked.view(signed)})
 
     async def exchange(self, step: wire.Step) -> wire.Step:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,10 +19,9 @@ from fedpriv.experiment.config import NonNegative, Positive, Section, checked, r
 from fedpriv.ledger.events import Unit
 from fedpriv.support.logs import one_line
 from fedpriv.training.request import CONTROL_PREFIX
-from fedpriv.wire import Price, RoundOffer, Terms, Welcome, enrolment_digest
+from fedpriv.wire import Price, RoundOffer, Terms, Welcome, enrolment_digest, update_of
 from fedpriv.wire.messages import LOCAL_TRAINING
 
-Shapes = Mapping[str, tuple[int, ...]]
 _MOST_METRICS = 2**20  # components that a round may measure, however small the task
 _ROUNDING = 1e-9  # relative error from splitting a norm or the noise among groups
 
@@ -166,13 +165,10 @@ def reach_of(offer: Terms) -> float:
     the groups with tensors of the update, excluding metrics and the indicator. If all scales are 1,
     it is the norm of the whole clipped update.
     """
-    clipping = offer.clipping
-    excluded, norms = {metric.tensor for metric in offer.metrics}, []
-    if clipping.indicator is not None:
-        excluded.add(clipping.indicator.tensor)
-    for group in clipping.groups:
+    update, norms = update_of(offer), []
+    for group in offer.clipping.groups:
         scaled = zip(group.tensors, group.scales, strict=True)
-        scales = [scale for tensor, scale in scaled if tensor not in excluded]
+        scales = [scale for tensor, scale in scaled if tensor in update]
         if scales:
             norms.append(group.clipping_norm * max(scales))
     return math.hypot(*norms)
@@ -259,31 +255,18 @@ def unlike(task: Built, terms: Terms) -> str | None:
     So nothing is downloaded or summed that is larger than the task, but for metrics, which have at
     most as many components as the task or 2²⁰. The indicator has one for each group (`Clipping`).
     """
-    layout, own = terms.clipping.layout, task.parameters
-    asked = dict(zip(layout.names, layout.shapes, strict=True))
-    measured = sum(math.prod(asked.pop(metric.tensor, ())) for metric in terms.metrics)
+    own, asked = task.parameters, update_of(terms)
+    measured = sum(math.prod(metric.shape) for metric in terms.metrics)
     most = max(own.dimension, _MOST_METRICS)
     if measured > most:
         return f"metrics have {measured} components; this node's task allows {most}"
-    if terms.clipping.indicator is not None:
-        asked.pop(terms.clipping.indicator.tensor, None)
     update = dict(zip(own.names, own.shapes, strict=True))
     if terms.local.control is not None:
         update |= {CONTROL_PREFIX + name: shape for name, shape in update.items()}
-    if asked != update:
-        return f"the update {_differing(asked, update)} those of this node's task"
-    if isinstance(terms, RoundOffer):
-        sent, kept = terms.model.layout, task.statistics
-        model = dict(zip(sent.names, sent.shapes, strict=True))
-        statistics = dict(zip(kept.names, kept.shapes, strict=True))
-        if model not in (update, update | statistics):
-            return f"the model {_differing(model, update | statistics)} those of this node's task"
+    if differing := sorted({name for name, _ in asked.items() ^ update.items()}):
+        count = f"{len(differing)} tensors, as {differing[0]!r}"
+        return f"the update has {count}, that differ from those of this node's task"
     return None
-
-
-def _differing(tensors: Shapes, expected: Shapes) -> str:
-    names = sorted({name for name, _ in tensors.items() ^ expected.items()})
-    return f"has {len(names)} tensors, as {names[0]!r}, that differ from"
 
 
 def _uncovered(offer: Terms) -> str | None:

@@ -234,7 +234,7 @@ class OfferHandler:
         signature = None
         try:
             objection = await self.policy.objection_to_proposal(welcome, proposal)
-            objection = objection or self._unlike(proposal)
+            objection = objection or unlike(self.worker.built, proposal)
             if objection is None:
                 await self.worker.learn(proposal)
                 if proposal.price.event.secure_sum is not None or proposal.head is not None:
@@ -275,11 +275,6 @@ class OfferHandler:
                     why = "all updates of the users are NaN, infinite or zero; look at their data"
                     _log.warning("%s: %s", name, why)
 
-    def _unlike(self, terms: Terms) -> str | None:
-        """Return why a round asks for tensors that the built task does not have, or None."""
-        built = self.worker.built
-        return "no task is built" if built is None else unlike(built, terms)
-
     async def _send(self, offer: RoundOffer, answer: PartialSum | Decline) -> Receipt:
         return await persist(lambda: self.server.upload(offer.id, answer), self.backoff)
 
@@ -288,8 +283,8 @@ class OfferHandler:
     ) -> PartialSum | Decline | None:
         """Return the answer to send; None if the node has taken part in a secure sum."""
         try:
-            objection = await self.policy.objection(welcome, offer) or self._unlike(offer)
-            if objection is not None:
+            objection = await self.policy.objection(welcome, offer)
+            if objection := objection or unlike(self.worker.built, offer):
                 return Decline(objection[:_LONGEST_REASON])
             if offer.price.event.secure_sum is not None:
                 await self.secure.take_part(welcome, offer, deadline)
@@ -305,8 +300,9 @@ class OfferHandler:
 
     async def _trained(self, offer: RoundOffer, deadline: float) -> PartialSum | Decline:
         began = asyncio.get_running_loop().time()
+        model = offer.model(self.worker.built.statistics)
         try:
-            tensors = await persist(lambda: self.server.download(offer), self.backoff)
+            tensors = await persist(lambda: self.server.download(offer.id, model), self.backoff)
         except WireError as error:
             _log.error("the model did not arrive as it was declared: %s", error)
             return Decline("the model did not arrive as it was declared")
@@ -498,8 +494,7 @@ class Membership:
         except FedprivError as error:
             raise _CannotTakePartError(f"the server's task cannot be run: {error}") from error
         self._built, built = _task_key(welcome), self._handler.worker.built
-        if built is not None:
-            self._allow(built.parameters.dimension + built.statistics.dimension)
+        self._allow(built.parameters.dimension + built.statistics.dimension)
 
     async def _report(self, welcome: Welcome, seconds: float | None = None) -> None:
         try:

@@ -137,7 +137,8 @@ class SecureSums:
         """
         loop = asyncio.get_running_loop()
         began, event = loop.time(), offer.price.event
-        tensors = await persist(lambda: self.server.download(offer), self.backoff)
+        model = offer.model(self.worker.built.statistics)
+        tensors = await persist(lambda: self.server.download(offer.id, model), self.backoff)
         taken = loop.time() - began
         margin = max(4.0 * taken, _LEAST_MARGIN * (deadline - began))
         until = max(loop.time(), deadline - margin)

@@ -89,6 +89,9 @@ class Built:
     statistics: Layout  # running statistics
 
 
+_NO_TASK = Built(Layout((), ()), Layout((), ()))
+
+
 @dataclass(frozen=True)
 class Ready:
     """Users of a round who have been trained or have failed."""
@@ -302,7 +305,7 @@ class Worker:
 
     def __init__(self, settings: HostSettings, process: Process, loaded: Loaded) -> None:
         self.loaded = loaded
-        self.built: Built | None = None  # of the task that is prepared
+        self.built = _NO_TASK  # of the task that is prepared
         self._settings, self._process = settings, process
         self._welcome: Welcome | None = None
         self._learnt = Learnt(b"")
@@ -325,7 +328,7 @@ class Worker:
     async def prepare(self, welcome: Welcome) -> None:
         """Build the task of a welcome; ModelError if it takes over ten minutes."""
         async with self._alone():
-            self.built, self._welcome, self._learnt = None, None, Learnt(b"")
+            self.built, self._welcome, self._learnt = _NO_TASK, None, Learnt(b"")
             self._kinds.clear()
             self.built = await _prepare(await self._ready(), welcome)
             self._welcome = welcome

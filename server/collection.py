@@ -21,15 +21,13 @@ import numpy as np
 
 from fedpriv import wire
 from fedpriv.errors import InvalidValueError, WireError
-from fedpriv.experiment.config import Config
-from fedpriv.ledger.events import Randomness, SecureSum
-from fedpriv.measures.metrics import own_metrics
-from fedpriv.privacy.round import OpenedSum, PartialSum, PrivacyRecords
+from fedpriv.ledger.events import SecureSum
+from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.round import OpenedSum, PartialSum
 from fedpriv.report.records import Trouble
 from fedpriv.secure_sums.parameters import Grid
 from fedpriv.secure_sums.protocol import Roster, unmasked
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.request import RoundRequest
 from fedpriv.wire import RoundId, Stage, Step, naming
 from fedpriv.wire import federation_pb2 as pb
@@ -43,41 +41,6 @@ Items = Mapping[str, bytes]  # by node
 SignHead = Callable[[wire.RoundId], wire.SignedHead | None]
 Result = TypeVar("Result")
 _NOT_AWAITED = "the server is not waiting for an answer of this node"
-
-
-def task_of(config: Config) -> wire.TaskDescription:
-    """Return the description from which nodes build the task."""
-    metrics = tuple(own_metrics(config.metrics.report))
-    return wire.TaskDescription(**config.model.task, metrics=metrics)
-
-
-def welcomes(config: Config, enrolment: Enrolment) -> Callable[[str], wire.Welcome]:
-    """Return a function from a node's name to the welcome that it receives when it connects."""
-    task, name, population = task_of(config), enrolment.population_id, enrolment.population
-    section = config.federation
-    purpose = section.purpose if section else ""
-    nodes = enrolment.enrolled if section and section.secure_sum else ()
-    return lambda node: wire.Welcome(
-        name, population, enrolment.users_of(node).copy(), task, purpose, nodes
-    )
-
-
-def prices(
-    plan: TrainingPlan, records: PrivacyRecords, randomness: Randomness
-) -> Callable[[RoundRequest], wire.Price]:
-    """Return a function that prices a round; call it in the thread that opened the records."""
-    seeded = randomness is Randomness.SEEDED
-
-    def price_of(request: RoundRequest) -> wire.Price:
-        norms = tuple(g.clipping_norm for g in request.clipping.groups[: len(plan.groups)])
-        event, budget = plan.mechanism_at(norms).event, records.budget
-        series = records.open_series(event, plan.run)
-        charges = records.ledger.head.count  # before ε: another run may charge in between
-        epsilon = records.ledger.epsilon(budget, event if series is None else None)
-        part = 0 if series is None else series[0].part
-        return wire.Price(event, part, epsilon, budget.delta, charges, seeded)
-
-    return price_of
 
 
 def flaw_of(partial: PartialSum, drawn: int) -> tuple[Trouble, str] | None:
@@ -269,9 +232,8 @@ class Collection:
         self._model, price = wire.model_of(request), ballot.terms.price
         # Then the nodes of the roster draw their users themselves.
         self.masked = price.event.secure_sum is not None
-        manifest, nonce = wire.manifest_of(self._model), ballot.id.nonce
         # To all drawn users; `offer_to` selects those of a node.
-        offer = wire.RoundOffer.of(request, seconds, price, manifest, nonce, roster)
+        offer = wire.RoundOffer.of(request, seconds, price, ballot.id.nonce, roster)
         self.offer = replace(offer, fixed_length=fixed_length, head=ballot.head)
         # Node → its drawn users; secret.
         self.drawn = enrolment.drawn(request.users)
@@ -310,8 +272,8 @@ class Collection:
         if node not in self.drawn:
             return _NOT_AWAITED
         content = answer.content
-        if isinstance(content, wire.SummedUpdates | wire.MaskedSum):
-            if isinstance(content, wire.MaskedSum) != self.masked:
+        if isinstance(content, wire.SummedUpdates):
+            if content.masked != self.masked:
                 return "the sum is masked in a round that is not, or is not in one that is"
             if content.users > self.drawn[node].size:
                 return "the sum holds more users than were drawn at the node"
@@ -325,13 +287,13 @@ class Collection:
         """Return whether this repeats an answer whose sum was accepted."""
         return node in self._accepted and self._misfit(node, answer) is None
 
-    def tensors(self, content: wire.SummedUpdates | wire.MaskedSum) -> wire.Manifest:
+    def tensors(self, content: wire.SummedUpdates) -> wire.Manifest:
         """Return the manifest of the sum that follows the header of an answer."""
-        dimension = self.offer.clipping.layout.dimension
-        if isinstance(content, wire.MaskedSum):
+        shape, dtype = (self.offer.clipping.layout.dimension,), content.dtype
+        if content.masked:
             grid = Grid.of(self.offer.price.event, len(self.offer.roster))
-            return content.tensors(dimension, grid.dtype)
-        return content.tensors(dimension)
+            dtype = grid.dtype.newbyteorder("<")
+        return wire.Manifest(Layout((wire.SUM,), (shape,)), dtype)
 
     def check_sum(self, partial: PartialSum) -> tuple[Trouble, str] | None:
         """Return a flaw of a sum; WireError if its users cannot have contributed it.
@@ -487,16 +449,15 @@ class SecureCollection:
     roster: Roster
     collection: Collection  # of the masked sums
     watch: Callable[[], Coroutine[None, None, None]]  # ends the collection when it is time
-    # Returns how many seconds to wait for nodes until a deadline of `time.monotonic`.
-    left: Callable[[Sequence[str], float], float]
+    connections: Connections
     seconds: float  # of the whole attempt
-    grace: float  # how long a step waits for the last d nodes
+    absent: float  # how long a step waits for the last d nodes, and for nodes that have all left
 
     def __post_init__(self) -> None:
         self._began, names = monotonic(), self.roster.names
         self._least = len(names) - self.secure.dropouts
         attempt = self.collection.offer.id
-        self.exchange = Exchange(attempt, names, self._least, self.grace)
+        self.exchange = Exchange(attempt, names, self._least, self.absent)
         self._sharers: list[str] = []
         self._survivors: list[str] = []
         self._grid = Grid.of(self.collection.offer.price.event, len(names))
@@ -560,4 +521,4 @@ class SecureCollection:
     def _until(self, share: float) -> Callable[[Sequence[str]], float]:
         """Return how long to wait for nodes if a step ends after this share of the time."""
         deadline = self._began + share * self.seconds
-        return lambda waiting: self.left(waiting, deadline)
+        return lambda waiting: self.connections.seconds_left(waiting, deadline, self.absent)

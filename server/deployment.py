@@ -4,10 +4,9 @@ import asyncio
 import logging
 import resource
 import signal
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -17,6 +16,7 @@ from types import FrameType
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 
+from fedpriv import wire
 from fedpriv.engine.released import released_model
 from fedpriv.engine.task import Task
 from fedpriv.errors import (
@@ -25,13 +25,13 @@ from fedpriv.errors import (
     InvalidValueError,
     RunError,
     StoppedError,
-    reason_of,
     sentence_of,
 )
 from fedpriv.experiment.build import Experiment
-from fedpriv.experiment.config import FederationSection, load_config
-from fedpriv.ledger import Ledger
-from fedpriv.ledger.events import SecureSum
+from fedpriv.experiment.config import Config, FederationSection, load_config
+from fedpriv.ledger import Ledger, PrivacyBudget
+from fedpriv.ledger.events import Randomness, SecureSum
+from fedpriv.measures.metrics import own_metrics
 from fedpriv.privacy.gaussian_mechanism import GaussianMechanism
 from fedpriv.privacy.round import OpenedSum, PartialSum, PrivacyRecords
 from fedpriv.report.tables import screen
@@ -44,12 +44,12 @@ from fedpriv.server.collection import (
     Ballot,
     Collection,
     End,
+    Exchange,
     SecureCollection,
     SignHead,
-    prices,
-    welcomes,
 )
 from fedpriv.server.enrolment import Enrolment
+from fedpriv.server.front import listening_sockets
 from fedpriv.server.monitoring import Metrics
 from fedpriv.server.service import (
     Listener,
@@ -57,11 +57,10 @@ from fedpriv.server.service import (
     TransferLimits,
     check_connections,
     listening,
-    status_at_start,
 )
+from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.request import RoundRequest, Transport
 from fedpriv.training.rounds import OnRound, RoundResult, Stop, checkpoints, load_checkpoint
-from fedpriv.wire import Price, Proposal, RunState, enrolment_digest
 from fedpriv.wire.naming import Address, binding_of, roster_of, signed_head
 
 _log = logging.getLogger(__name__)
@@ -77,7 +76,7 @@ class GrpcTransport(Transport):
     """Carries out rounds on connected nodes, from the thread of the training loop."""
 
     listener: Listener
-    price_of: Callable[[RoundRequest], Price]
+    price_of: Callable[[RoundRequest], wire.Price]
     section: FederationSection  # only the times to wait, and `least_nodes`, are used
     signed_head: SignHead = lambda _: None
     _stopping: threading.Event = field(default_factory=threading.Event)
@@ -174,7 +173,7 @@ class GrpcTransport(Transport):
         return opened
 
     def _ballot(self, request: RoundRequest) -> Ballot:
-        return Ballot(Proposal.of(request, self.price_of(request)), self.signed_head)
+        return Ballot(wire.Proposal.of(request, self.price_of(request)), self.signed_head)
 
     def _open_masked(
         self, request: RoundRequest, secure: SecureSum | None
@@ -190,15 +189,9 @@ class GrpcTransport(Transport):
         collection = Collection(*about, fixed_length=fixed)
         binding = binding_of(enrolment.population_id, ballot.id, event, ballot.head)
         roster, watch = roster_of(signatures, binding), partial(self._watch, collection)
-
-        def left(nodes: Iterable[str], deadline: float) -> float:
-            return service.connections.seconds_left(nodes, deadline, section.absent_seconds)
-
-        times = seconds, section.absent_seconds
-        collected = SecureCollection(secure, roster, collection, watch, left, *times)
-        service.open_round(collection, collected.exchange)
-        if self._stopping.is_set():
-            self._wake()
+        times = service.connections, seconds, section.absent_seconds
+        collected = SecureCollection(secure, roster, collection, watch, *times)
+        self._begin(collection, collected.exchange)
         return collected
 
     def _wait_for_least(self, count: Callable[[], int], seconds: float | None = None) -> bool:
@@ -223,10 +216,13 @@ class GrpcTransport(Transport):
         users = service.enrolment.users  # the name of a node of one user would show who is enrolled
         roster = ballot.roster([n for n in service.connections.nodes if len(users[n]) > 1])
         collection = Collection(request, ballot, roster, service.enrolment, seconds)
-        service.open_round(collection)
-        if self._stopping.is_set():
-            collection.finish()
+        self._begin(collection)
         return collection
+
+    def _begin(self, collection: Collection, exchange: Exchange | None = None) -> None:
+        self.listener.service.open_round(collection, exchange)
+        if self._stopping.is_set():
+            self._wake()
 
     async def _watch(self, collection: Collection) -> None:
         connections, absent = self.listener.service.connections, self.section.absent_seconds
@@ -341,7 +337,7 @@ class _Server:
             highlight=False,
         )
         if self.section.secure_sum is not None:
-            digest = enrolment_digest(enrolment.enrolled)
+            digest = wire.enrolment_digest(enrolment.enrolled)
             self.console.print(f'nodes consent to these nodes by: enrolment = "{digest}"')
         return _published(run, listener, first, plan.rounds)
 
@@ -355,15 +351,10 @@ def _allow_many_files() -> None:
 
 def _check_free(addresses: Mapping[str, Address]) -> None:
     """Raise InvalidValueError unless the server can listen on all addresses at once."""
-    with ExitStack() as sockets:
+    with ExitStack() as resources:
         for key, address in addresses.items():
-            try:
-                candidates = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-                family, *_, name = candidates[0]
-                sockets.enter_context(socket.create_server(name, family=family))
-            except (OSError, UnicodeError) as error:  # UnicodeError: a label over 63 characters
-                sentence = f"{key} is {address}, where the server cannot listen: {reason_of(error)}"
-                raise InvalidValueError(sentence) from error
+            for listener in listening_sockets(address, f"{key} is {address}, where")[0]:
+                resources.enter_context(listener)
 
 
 def _service(
@@ -378,6 +369,48 @@ def _service(
     authentication = Authentication(endpoint.identify, enrolment, rates)
     status = status_at_start(experiment.plan, experiment.budget, enrolment)
     return Service(authentication, welcome_of, status, limits)
+
+
+def task_of(config: Config) -> wire.TaskDescription:
+    """Return the description from which nodes build the task."""
+    metrics = tuple(own_metrics(config.metrics.report))
+    return wire.TaskDescription(**config.model.task, metrics=metrics)
+
+
+def welcomes(config: Config, enrolment: Enrolment) -> Callable[[str], wire.Welcome]:
+    """Return a function from a node's name to the welcome that it receives when it connects."""
+    task, name, population = task_of(config), enrolment.population_id, enrolment.population
+    section = config.federation
+    purpose = section.purpose if section else ""
+    nodes = enrolment.enrolled if section and section.secure_sum else ()
+    return lambda node: wire.Welcome(
+        name, population, enrolment.users_of(node).copy(), task, purpose, nodes
+    )
+
+
+def prices(
+    plan: TrainingPlan, records: PrivacyRecords, randomness: Randomness
+) -> Callable[[RoundRequest], wire.Price]:
+    """Return a function that prices a round; call it in the thread that opened the records."""
+    seeded = randomness is Randomness.SEEDED
+
+    def price_of(request: RoundRequest) -> wire.Price:
+        norms = tuple(g.clipping_norm for g in request.clipping.groups[: len(plan.groups)])
+        event, budget = plan.mechanism_at(norms).event, records.budget
+        series = records.open_series(event, plan.run)
+        charges = records.ledger.head.count  # before ε: another run may charge in between
+        epsilon = records.ledger.epsilon(budget, event if series is None else None)
+        part = 0 if series is None else series[0].part
+        return wire.Price(event, part, epsilon, budget.delta, charges, seeded)
+
+    return price_of
+
+
+def status_at_start(plan: TrainingPlan, budget: PrivacyBudget, enrolment: Enrolment) -> wire.Status:
+    """Return the status of a run before its ledger is read; WireError if it cannot be sent."""
+    nodes, users = len(enrolment.nodes), enrolment.population
+    price = 0.0, budget.epsilon, budget.delta
+    return wire.Status(plan.run, 0, plan.rounds, *price, nodes, 0, users, wire.RunState.WAITING)
 
 
 def newest_model(folder: RunFolder, task: Task) -> Callable[[], bytes | None]:
@@ -405,16 +438,16 @@ def _published(run: Callable[[OnRound], Run], listener: Listener, first: int, ro
 
     def show(result: RoundResult) -> None:
         _log.info(released_text(result, rounds))
-        publish(epsilon=result.epsilon, state=RunState.WAITING, round=result.round)
+        publish(epsilon=result.epsilon, state=wire.RunState.WAITING, round=result.round)
 
     publish(round=first)
-    state, end = RunState.STOPPED, End.SHUTTING_DOWN
+    state, end = wire.RunState.STOPPED, End.SHUTTING_DOWN
     try:
         outcome = run(show)
         publish(epsilon=outcome.epsilon)  # charges may have followed the last round
         _log.info("the run ended: %s", outcome.stop)
         if not outcome.stop.may_go_on:
-            state, end = RunState.FINISHED, End.RUN_OVER
+            state, end = wire.RunState.FINISHED, End.RUN_OVER
         return outcome
     except (FedprivError, OSError) as error:
         sentence = sentence_of(error)

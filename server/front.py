@@ -272,10 +272,10 @@ class Front:
         raise ConnectionResetError
 
 
-def listening_sockets(address: Address) -> tuple[list[socket.socket], Address]:
+def listening_sockets(address: Address, where: str) -> tuple[list[socket.socket], Address]:
     """Return sockets that listen on all addresses of the host, and the address with their port.
 
-    InvalidValueError: the port is taken, or no address is of this machine.
+    InvalidValueError, beginning with `where`: the port is taken, or no address is of this machine.
     """
     sockets: list[socket.socket] = []
     port, failed = address.port, OSError("it has no address")
@@ -295,6 +295,6 @@ def listening_sockets(address: Address) -> tuple[list[socket.socket], Address]:
     except (OSError, UnicodeError) as error:
         failed = OSError(reason_of(error))
     if not sockets:
-        sentence = f"the server cannot listen on {address}: {reason_of(failed)}"
+        sentence = f"{where} the server cannot listen: {reason_of(failed)}"
         raise InvalidValueError(sentence) from failed
     return sockets, Address(address.host, port)

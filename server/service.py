@@ -22,7 +22,7 @@ from google.protobuf.message import Message
 
 from fedpriv import wire
 from fedpriv.errors import InvalidValueError, WireError
-from fedpriv.ledger import Head, PrivacyBudget
+from fedpriv.ledger import Head
 from fedpriv.privacy.round import PartialSum
 from fedpriv.report.records import Trouble
 from fedpriv.secure_sums.protocol import PUBLIC_BYTES
@@ -36,9 +36,7 @@ from fedpriv.server.collection import (
     Exchange,
     completed,
 )
-from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.front import Front, listening_sockets
-from fedpriv.training.plan import TrainingPlan
 from fedpriv.wire import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, Receiver, parse
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import SERVICE, Address, binding_of, certificate_of
@@ -83,13 +81,6 @@ _OTHER_FILES = 256  # reserved for the run's own files and everything else
 Kind = TypeVar("Kind", bound=Message)
 Stream: TypeAlias = AsyncGenerator[Kind, None]
 Result = TypeVar("Result")
-
-
-def status_at_start(plan: TrainingPlan, budget: PrivacyBudget, enrolment: Enrolment) -> wire.Status:
-    """Return the status of a run before its ledger is read; WireError if it cannot be sent."""
-    nodes, users = len(enrolment.nodes), enrolment.population
-    price = 0.0, budget.epsilon, budget.delta
-    return wire.Status(plan.run, 0, plan.rounds, *price, nodes, 0, users, wire.RunState.WAITING)
 
 
 def most_connections() -> int:
@@ -446,7 +437,7 @@ class Service:
     async def _received(
         self,
         node: str,
-        content: wire.SummedUpdates | wire.MaskedSum,
+        content: wire.SummedUpdates,
         parts: Stream[pb.UploadPart],
         collection: Collection,
     ) -> tuple[PartialSum, tuple[Trouble, str] | None]:
@@ -548,7 +539,7 @@ def listening(service: Service, address: Address, tls: ssl.SSLContext | None) ->
         folder = TemporaryDirectory(prefix="fedpriv-")  # that only this user may enter
         with ExitStack() as resources:
             path = Path(resources.enter_context(folder))
-            sockets, bound = listening_sockets(address)
+            sockets, bound = listening_sockets(address, f"on {address}")
             for listener in sockets:
                 resources.enter_context(listener)
             front = Front(service.authentication, tls, most_connections())

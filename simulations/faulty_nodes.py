@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.clients.connection import FederationStub, Identity, identity_of
+from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.round import PartialSum
 from fedpriv.wire import (
     Hello,
@@ -114,7 +115,8 @@ async def late(stub: FederationStub, offers: Offers) -> None:
 
 async def killed(stub: FederationStub, offers: Offers) -> None:
     """Fetch the model, and be gone."""
-    await stub.download(await anext(offers))
+    offer = await anext(offers)
+    await stub.download(offer.id, offer.model(Layout((), ())))
 
 
 async def vanishing(stub: FederationStub, offers: Offers) -> None:

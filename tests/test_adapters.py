@@ -20,7 +20,7 @@ from fedpriv.experiment.config import load_config
 from fedpriv.experiment.models import build_model
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.run.folder import RunFolder
-from fedpriv.server.collection import task_of
+from fedpriv.server.deployment import task_of
 from tests import commandline
 
 WORDS = torch.arange(24).reshape(3, 8) % 10

@@ -9,12 +9,12 @@ memory by the message or the expected content. A decoder restores the value that
 # fmt: off
 from fedpriv.wire.codec import (
     CHUNK_BYTES, NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, UNCOMPRESSED, Assembler, Manifest,
-    Receiver, chunks, manifest_of, parse, pieces,
+    Receiver, chunks, parse, pieces,
 )
 from fedpriv.wire.messages import (
     COUNTERSIGNATURE, HEAD, HELLO, LEDGER_REQUEST, OFFER, PROPOSAL, RECEIPT, ROUND_ID, STATUS,
     STEP, SUM, VERSION, VOTE, WELCOME, Countersignature, Decline, EnrolledNode, Hello,
-    LedgerRequest, MaskedSum, Price, Proposal, Receipt, RoundAnswer, RoundId, RoundOffer,
-    RunState, SignedHead, Stage, Status, Step, SummedUpdates, TaskDescription, Terms, Vote,
-    Welcome, decode_answer, digest_of, encode_answer, enrolment_digest, model_of, sum_to_send,
+    LedgerRequest, Price, Proposal, Receipt, RoundAnswer, RoundId, RoundOffer, RunState,
+    SignedHead, Stage, Status, Step, SummedUpdates, TaskDescription, Terms, Vote, Welcome,
+    decode_answer, digest_of, encode_answer, enrolment_digest, model_of, sum_to_send, update_of,
 )

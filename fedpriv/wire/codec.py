@@ -2,8 +2,8 @@
 
 A `Codec` declares both directions at once: value and message have fields of the same names. The
 annotation of a field declares its legal content, and `Checked` checks it. Limits bound the content
-of each message. Named tensors are a header, the `Manifest`, and a stream of chunks, which holds
-their components in C order, little-endian on every machine.
+of each message. Named tensors are a stream of chunks, which holds their components in C order,
+little-endian on every machine; its receiver knows their `Manifest`.
 """
 
 import zlib
@@ -204,9 +204,6 @@ Number = np.dtype[np.float32] | np.dtype[np.int32] | np.dtype[np.int64]
 FLOAT32: Number = np.dtype("<f4")
 INT32: Number = np.dtype("<i4")
 INT64: Number = np.dtype("<i8")
-_ON_WIRE = {FLOAT32: pb.FLOAT32, INT32: pb.INT32, INT64: pb.INT64}
-_NAMED = {number: dtype for dtype, number in _ON_WIRE.items()}
-_LEGAL = ", ".join(map(str, _ON_WIRE))
 
 
 def chunks(pieces: Iterable[Bytes]) -> Iterator[pb.Chunk]:
@@ -277,29 +274,15 @@ class Assembler:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The tensors of a stream, in its order; all have one dtype, which must be one of three."""
+    """The tensors of a stream, in its order; all have one dtype."""
 
     layout: Layout
     dtype: Number
-
-    def __post_init__(self) -> None:
-        if self.dtype not in _ON_WIRE:
-            raise InvalidValueError(f"dtype is {self.dtype}; legal are {_LEGAL}")
 
     @property
     def size(self) -> int:
         """Bytes of the stream."""
         return self.layout.dimension * self.dtype.itemsize
-
-
-def manifest_of(tensors: Tensors) -> Manifest:
-    """Return the manifest of tensors; InvalidValueError unless all have the same legal dtype."""
-    dtypes = {tensor.dtype.newbyteorder("<") for tensor in tensors.values()}
-    for dtype in _ON_WIRE:
-        if dtypes == {dtype}:
-            return Manifest(Layout.of(tensors), dtype)
-    names = ", ".join(sorted(map(str, dtypes))) or "none"
-    raise InvalidValueError(f"dtypes of tensors are {names}; all must be one of {_LEGAL}")
 
 
 def pieces(tensors: Tensors) -> Iterator[memoryview]:
@@ -343,23 +326,5 @@ def _check_components(message: pb.Layout) -> None:
     at_most("components of tensors", total, MAX_COMPONENTS)
 
 
-def _dtype_numbered(number: pb.DType) -> Number:
-    if number not in _NAMED:
-        raise WireError(f"dtype is number {number}; legal are {sorted(_NAMED)}")
-    return _NAMED[number]
-
-
-def _manifest(layout: Layout, dtype: Number, size: int) -> Manifest:
-    manifest = Manifest(layout, dtype)
-    if size != manifest.size:
-        raise WireError(f"the tensors have {manifest.size} bytes, not {size}")
-    return manifest
-
-
 SHAPE = FieldCodec(lambda s: pb.Shape(sizes=_checked_sizes(s)), lambda s: _checked_sizes(s.sizes))
 LAYOUT = Codec(Layout, pb.Layout, "a layout", {"shapes": list_of(SHAPE)}, check=_check_components)
-_DECLARED: FieldCodecs = {
-    "layout": LAYOUT,
-    "dtype": FieldCodec(_ON_WIRE.__getitem__, _dtype_numbered),
-}
-MANIFEST = Codec(_manifest, pb.Tensors, "a manifest of tensors", _DECLARED)

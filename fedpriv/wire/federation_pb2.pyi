@@ -14,22 +14,11 @@ class Stage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     AGREE: _ClassVar[Stage]
     SIGN: _ClassVar[Stage]
     OPEN: _ClassVar[Stage]
-
-class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    DTYPE_UNSPECIFIED: _ClassVar[DType]
-    FLOAT32: _ClassVar[DType]
-    INT32: _ClassVar[DType]
-    INT64: _ClassVar[DType]
 STAGE_UNSPECIFIED: Stage
 SHARE: Stage
 AGREE: Stage
 SIGN: Stage
 OPEN: Stage
-DTYPE_UNSPECIFIED: DType
-FLOAT32: DType
-INT32: DType
-INT64: DType
 
 class Hello(_message.Message):
     __slots__ = ("node", "version", "users_sha256")
@@ -178,7 +167,7 @@ class Countersignature(_message.Message):
     def __init__(self, node: _Optional[str] = ..., key: _Optional[bytes] = ..., certificate: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., head: _Optional[_Union[SignedHead, _Mapping]] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("id", "seconds", "users", "clipping", "local", "metrics", "local_key", "price", "model", "roster", "fixed_length", "head")
+    __slots__ = ("id", "seconds", "users", "clipping", "local", "metrics", "local_key", "price", "roster", "fixed_length", "head")
     ID_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     USERS_FIELD_NUMBER: _ClassVar[int]
@@ -187,7 +176,6 @@ class Offer(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     LOCAL_KEY_FIELD_NUMBER: _ClassVar[int]
     PRICE_FIELD_NUMBER: _ClassVar[int]
-    MODEL_FIELD_NUMBER: _ClassVar[int]
     ROSTER_FIELD_NUMBER: _ClassVar[int]
     FIXED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     HEAD_FIELD_NUMBER: _ClassVar[int]
@@ -199,11 +187,10 @@ class Offer(_message.Message):
     metrics: _containers.RepeatedCompositeFieldContainer[Metric]
     local_key: bytes
     price: Price
-    model: Tensors
     roster: _containers.RepeatedCompositeFieldContainer[Countersignature]
     fixed_length: bool
     head: SignedHead
-    def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., seconds: _Optional[float] = ..., users: _Optional[_Iterable[int]] = ..., clipping: _Optional[_Union[Clipping, _Mapping]] = ..., local: _Optional[_Union[LocalTraining, _Mapping]] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., local_key: _Optional[bytes] = ..., price: _Optional[_Union[Price, _Mapping]] = ..., model: _Optional[_Union[Tensors, _Mapping]] = ..., roster: _Optional[_Iterable[_Union[Countersignature, _Mapping]]] = ..., fixed_length: bool = ..., head: _Optional[_Union[SignedHead, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., seconds: _Optional[float] = ..., users: _Optional[_Iterable[int]] = ..., clipping: _Optional[_Union[Clipping, _Mapping]] = ..., local: _Optional[_Union[LocalTraining, _Mapping]] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., local_key: _Optional[bytes] = ..., price: _Optional[_Union[Price, _Mapping]] = ..., roster: _Optional[_Iterable[_Union[Countersignature, _Mapping]]] = ..., fixed_length: bool = ..., head: _Optional[_Union[SignedHead, _Mapping]] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("id", "stage", "nodes", "items")
@@ -311,16 +298,6 @@ class Metric(_message.Message):
     options: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Union[Shape, _Mapping]] = ..., centre: _Optional[float] = ..., radius: _Optional[float] = ..., options: _Optional[_Iterable[float]] = ...) -> None: ...
 
-class Tensors(_message.Message):
-    __slots__ = ("layout", "dtype", "size")
-    LAYOUT_FIELD_NUMBER: _ClassVar[int]
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
-    SIZE_FIELD_NUMBER: _ClassVar[int]
-    layout: Layout
-    dtype: DType
-    size: int
-    def __init__(self, layout: _Optional[_Union[Layout, _Mapping]] = ..., dtype: _Optional[_Union[DType, str]] = ..., size: _Optional[int] = ...) -> None: ...
-
 class Chunk(_message.Message):
     __slots__ = ("number", "data", "crc32")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -350,28 +327,24 @@ class UploadPart(_message.Message):
     def __init__(self, answer: _Optional[_Union[Answer, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("id", "sum", "decline", "masked")
+    __slots__ = ("id", "sum", "decline")
     ID_FIELD_NUMBER: _ClassVar[int]
     SUM_FIELD_NUMBER: _ClassVar[int]
     DECLINE_FIELD_NUMBER: _ClassVar[int]
-    MASKED_FIELD_NUMBER: _ClassVar[int]
     id: RoundId
     sum: PartialSum
     decline: Decline
-    masked: MaskedSum
-    def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., sum: _Optional[_Union[PartialSum, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., masked: _Optional[_Union[MaskedSum, _Mapping]] = ...) -> None: ...
-
-class MaskedSum(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., sum: _Optional[_Union[PartialSum, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ...) -> None: ...
 
 class PartialSum(_message.Message):
-    __slots__ = ("users", "weight")
+    __slots__ = ("users", "weight", "masked")
     USERS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    MASKED_FIELD_NUMBER: _ClassVar[int]
     users: int
     weight: int
-    def __init__(self, users: _Optional[int] = ..., weight: _Optional[int] = ...) -> None: ...
+    masked: bool
+    def __init__(self, users: _Optional[int] = ..., weight: _Optional[int] = ..., masked: bool = ...) -> None: ...
 
 class Decline(_message.Message):
     __slots__ = ("reason",)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from types import SimpleNamespace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -199,6 +199,9 @@ class Proposal:
     price: Price
     head: "SignedHead | None" = None  # None in plain text
 
+    def __post_init__(self) -> None:
+        update_of(self)  # refuses metrics without tensors
+
     @classmethod
     def of(cls, source: "RoundRequest | Terms", price: Price) -> "Proposal":
         """Return the terms of a request, without nonce and head, or what an offer repeats."""
@@ -267,11 +270,7 @@ class Step(Checked):
 
 @dataclass(frozen=True, eq=False)
 class RoundOffer(Checked):
-    """A `RoundRequest` to one node; the tensors that `model` declares follow separately.
-
-    They are float32: parameters and control variates, in the order of `clipping`, then running
-    statistics.
-    """
+    """A `RoundRequest` to one node; the tensors of `model` follow separately."""
 
     id: RoundId
     seconds: Annotated[float, Legal(lambda s: 0.0 < s < math.inf, "be positive and finite")]
@@ -281,7 +280,6 @@ class RoundOffer(Checked):
     local_key: Bytes32
     metrics: tuple[Metric, ...]
     price: Price
-    model: Manifest
     roster: tuple[Countersignature, ...] = ()  # of nodes that agreed; in a secure sum, of all
     fixed_length: bool = False  # whether the node waits with its upload until the time is over
     head: SignedHead | None = None  # that of the proposal
@@ -295,21 +293,7 @@ class RoundOffer(Checked):
             least = secure.nodes
             require(len(names) >= least, f"the roster has {len(names)} nodes; it must be {least}")
             require(not self.users.size, "users are given, whom the node must draw itself")
-        layout = self.clipping.layout
-        shapes = dict(zip(layout.names, layout.shapes, strict=True))
-        for metric in self.metrics:
-            if shapes.pop(metric.tensor, None) != metric.shape:
-                unfit = "is given twice, or has no tensor of its shape"
-                raise InvalidValueError(f"metric {metric.name!r} {unfit}")
-        if self.clipping.indicator is not None:
-            shapes.pop(self.clipping.indicator.tensor, None)
-        model = self.model.layout
-        # Update and control variates, since the model includes the server's control variates.
-        first = list(zip(model.names, model.shapes, strict=True))[: len(shapes)]
-        if not shapes or first != list(shapes.items()):
-            raise InvalidValueError("the model does not begin with the tensors of the update")
-        if self.model.dtype != codec.FLOAT32:
-            raise InvalidValueError(f"the model is {self.model.dtype}; it must be {codec.FLOAT32}")
+        update_of(self)  # refuses metrics without tensors
 
     @classmethod
     def of(
@@ -317,22 +301,24 @@ class RoundOffer(Checked):
         request: RoundRequest,
         seconds: float,
         price: Price,
-        model: Manifest,
         nonce: int = 0,
         roster: tuple[Countersignature, ...] = (),
     ) -> "RoundOffer":
-        """Return the offer to a node that hosts all users of the request; else `replace` its users.
-
-        `model` is `manifest_of(model_of(request))`, which is the same for all nodes.
-        """
+        """Return the offer to a node that hosts all users of the request; else `replace` users."""
         round_id = RoundId(request.run, request.round, request.attempt, nonce)
         users, clipping, local = request.users.copy(), request.clipping, request.local
         key, metrics = request.local_key, request.metrics
-        return cls(round_id, seconds, users, clipping, local, key, metrics, price, model, roster)
+        return cls(round_id, seconds, users, clipping, local, key, metrics, price, roster)
+
+    def model(self, statistics: Layout) -> Manifest:
+        """Return the tensors of `model_of` the request, for a task with these statistics."""
+        kept = dict(zip(statistics.names, statistics.shapes, strict=True))
+        shapes = {**update_of(self), **kept}
+        return Manifest(Layout(tuple(shapes), tuple(shapes.values())), codec.FLOAT32)
 
     def request(self, tensors: Tensors) -> RoundRequest:
-        """Return the offered request, given the tensors that `model` declares."""
-        statistics = {n: t.astype(np.float32, copy=False) for n, t in tensors.items()}
+        """Return the offered request, given the tensors of `model`."""
+        statistics: dict[str, Any] = dict(tensors)
         update = [name for name in tensors if name in self.clipping.layout.names]
         weights = {name: statistics.pop(name) for name in update}
         changes = [name for name in update if name.startswith(CONTROL_PREFIX)]
@@ -347,6 +333,21 @@ class RoundOffer(Checked):
 Terms = Proposal | RoundOffer  # a node consents to the fields that both have
 
 
+def update_of(terms: Terms) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of the update by name: all but metrics and the indicator.
+
+    InvalidValueError: a metric has no tensor of its own, of its shape.
+    """
+    layout, indicator = terms.clipping.layout, terms.clipping.indicator
+    shapes = dict(zip(layout.names, layout.shapes, strict=True))
+    for metric in terms.metrics:
+        unfit = f"metric {metric.name!r} is given twice, or has no tensor of its shape"
+        require(shapes.pop(metric.tensor, None) == metric.shape, unfit)
+    if indicator is not None:
+        shapes.pop(indicator.tensor, None)
+    return shapes
+
+
 def model_of(request: RoundRequest) -> Parameters:
     """Return the tensors that follow an offer: parameters, control variates, running statistics.
 
@@ -355,7 +356,8 @@ def model_of(request: RoundRequest) -> Parameters:
     if both := sorted(set(request.parameters) & set(request.statistics)):
         raise InvalidValueError(f"{both} are parameters and statistics; each must be one")
     control = {CONTROL_PREFIX + name: c for name, c in request.control.items()}
-    return {**request.parameters, **control, **request.statistics}
+    tensors = {**request.parameters, **control, **request.statistics}
+    return {name: tensor.astype(np.float32, copy=False) for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)
@@ -364,36 +366,26 @@ class SummedUpdates:
 
     users: int  # number of contributions in the sum, at most 2^20
     weight: int  # sum of their weights, in units of 1/c
+    masked: bool = False  # then neither says how many users it holds
 
     def __post_init__(self) -> None:
         if not 0 <= self.users <= codec.MAX_USERS:
             raise InvalidValueError(f"the number of users is not from 0 to {codec.MAX_USERS}")
         if not 0 <= self.weight <= self.users * MOST_WEIGHT:
             raise InvalidValueError("the weight of users is negative or too large for their number")
+        if self.masked and self.users:
+            raise InvalidValueError("the sum is masked and says how many users it holds")
 
-    def tensors(self, dimension: int) -> Manifest:
-        """Return the manifest of the total [dimension]: in 32 bits if the users are few enough."""
-        dtype = codec.INT32 if self.users <= _USERS_OF_32_BITS else codec.INT64
-        return Manifest(Layout((SUM,), ((dimension,),)), dtype)
+    @property
+    def dtype(self) -> codec.Number:
+        """That of a sum that is not masked: 32 bits if the users are few enough."""
+        return codec.INT32 if self.users <= _USERS_OF_32_BITS else codec.INT64
 
 
 def sum_to_send(partial: PartialSum) -> tuple[SummedUpdates, Tensors]:
     """Return the header of a partial sum, without its node, and its total, as it is sent."""
     header = SummedUpdates(partial.users, partial.weight)
-    dtype = header.tensors(partial.total.size).dtype
-    return header, {SUM: partial.total.astype(dtype, copy=False)}
-
-
-@dataclass(frozen=True)
-class MaskedSum:
-    """The header of a masked sum, whose total follows; it does not say how many users it holds."""
-
-    users: ClassVar[int] = 0
-    weight: ClassVar[int] = 0
-
-    def tensors(self, dimension: int, dtype: codec.Number) -> Manifest:
-        """Return the manifest of the total [dimension], in 32 or 64 bits."""
-        return Manifest(Layout((SUM,), ((dimension,),)), dtype.newbyteorder("<"))
+    return header, {SUM: partial.total.astype(header.dtype, copy=False)}
 
 
 @dataclass(frozen=True)
@@ -408,7 +400,7 @@ class RoundAnswer:
     """A node's answer to the offer of a round."""
 
     id: RoundId
-    content: SummedUpdates | MaskedSum | Decline
+    content: SummedUpdates | Decline
 
 
 @dataclass(frozen=True)
@@ -544,7 +536,6 @@ _OFFER_FIELDS: FieldCodecs = {
     "local": LOCAL_TRAINING,
     "metrics": list_of(METRIC),
     "price": PRICE,
-    "model": codec.MANIFEST,
     "roster": list_of(COUNTERSIGNATURE),
     "head": HEAD,
 }
@@ -563,7 +554,6 @@ STEP = Codec(Step, pb.Step, "a step", _STEP_FIELDS)
 _CONTENTS: Mapping[str, Codec[Any, Any]] = {
     "sum": Codec(SummedUpdates, pb.PartialSum, "a sum"),
     "decline": Codec(Decline, pb.Decline, "a decline"),
-    "masked": Codec(MaskedSum, pb.MaskedSum, "a masked sum"),
 }
 RECEIPT = Codec(Receipt, pb.Receipt, "a receipt")
 STATUS = Codec(Status, pb.Status, "a status", {"state": FieldCodec(str, RunState)})

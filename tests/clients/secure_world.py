@@ -17,6 +17,7 @@ from fedpriv.clients.consent import Consent
 from fedpriv.clients.journal import Journal
 from fedpriv.clients.ledger_check import LedgerVerifier, OfferPolicy
 from fedpriv.clients.secure import SecureSums
+from fedpriv.clients.worker import Built
 from fedpriv.errors import FedprivError
 from fedpriv.ledger import Head
 from fedpriv.ledger.events import SecureSum
@@ -30,6 +31,7 @@ from fedpriv.server.collection import Ballot, Collection, SecureCollection
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import (
+    Manifest,
     Price,
     Proposal,
     Receipt,
@@ -70,6 +72,7 @@ class Trainer:
 
     trained: list[np.ndarray] = field(default_factory=list)
     fails: bool = False
+    built: Built = Built(LAYOUT, Layout((), ()))  # noqa: RUF009 - frozen
 
     async def train(self, request: RoundRequest, seconds: float) -> PartialSum | None:
         assert seconds > 0.0
@@ -219,12 +222,9 @@ class World:
                     collection.settle(name, None)
             collection.finish()
 
-        def left(nodes: Sequence[str], _: float) -> float:
-            return 0.002 * bool(set(nodes) - self.server.gone)
-
         roster = roster_of(signatures, binding)
-        times = SECONDS, self.grace
-        secure = SecureCollection(self.secure, roster, collection, watch, left, *times)
+        times = self.server, SECONDS, self.grace
+        secure = SecureCollection(self.secure, roster, collection, watch, *times)
         return secure, collection.offer
 
     async def attempt(
@@ -306,7 +306,11 @@ class _Server:
             self.gone.add(name)
             raise LeftError(f"{name} has left")
 
-    async def download(self, _: RoundOffer) -> dict[str, np.ndarray]:
+    def seconds_left(self, waiting: Sequence[str], _deadline: float, _absent: float) -> float:
+        """How long to wait for nodes, as `Connections` say."""
+        return 0.002 * bool(set(waiting) - self.gone)
+
+    async def download(self, _: RoundId, _model: Manifest) -> dict[str, np.ndarray]:
         return PARAMETERS
 
     async def upload(self, name: str, _: RoundId, masked: np.ndarray) -> Receipt:

@@ -18,6 +18,7 @@ from cryptography.x509.oid import NameOID
 
 from fedpriv.clients.connection import FederationStub, Identity, identity_of
 from fedpriv.errors import InvalidValueError, WireError
+from fedpriv.privacy.layout import Layout
 from fedpriv.wire import Decline, Hello, RoundId, RunState, Status, Welcome
 from tests.clients.tiny_server import NODE, PATIENCE, TinyServer, make_certificates, said, serving
 
@@ -255,7 +256,7 @@ async def say_everything(stub: FederationStub, tiny: TinyServer) -> None:
     await tiny.script.put(None)
     heard = [message async for message in stub.connect(HELLO, asyncio.Queue())]
     assert isinstance(heard[0], Welcome)
-    await stub.download(offer)
+    await stub.download(offer.id, offer.model(Layout((), ())))
     await stub.upload(RoundId("run", 0, 0), Decline("no"))
     with pytest.raises(WireError):
         await stub.fetch_ledger()

@@ -55,8 +55,6 @@ from fedpriv.wire import (
     RoundOffer,
     TaskDescription,
     Welcome,
-    manifest_of,
-    model_of,
 )
 from tests.training.federation import PARAMETERS, make_plan
 from tests.wire import examples
@@ -350,7 +348,7 @@ class TestObjections:
             clipping=Clipping(layout, groups),
             metrics=(),
         )
-        offer = RoundOffer.of(request, 1.0, OFFER.price, manifest_of(model_of(request)))
+        offer = RoundOffer.of(request, 1.0, OFFER.price)
         assert norm < reach_of(offer) < norm * (1.0 + 1e-15)
         assert Consent(largest_clipping_norm=norm).objection(offer) is None
         assert Consent(largest_clipping_norm=norm * 0.999999).objection(offer)
@@ -397,7 +395,7 @@ class TestMisfits:
             request = round_request(plan, each, RoundAttempt("run", 1, 0), users, entropy)
             event = plan.mechanism_at(each.clipping_norms).event
             price = Price(event, 0, 1.0, 1e-5, 0)
-            sent = RoundOffer.of(request, 9.0, price, manifest_of(model_of(request)))
+            sent = RoundOffer.of(request, 9.0, price)
             offer = wire.OFFER.decode(wire.OFFER.encode(sent))
             everyone = np.arange(plan.sampling.population)
             welcome = Welcome("people", plan.sampling.population, everyone, WELCOME.task)
@@ -470,7 +468,7 @@ def built(parameters=PARAMETERS, statistics=()):
 
 def asked(request, price=SMALL.price):
     """Proposal and offer of a request."""
-    offered = RoundOffer.of(request, 9.0, price, manifest_of(model_of(request)))
+    offered = RoundOffer.of(request, 9.0, price)
     return wire.Proposal.of(request, price), offered
 
 
@@ -490,21 +488,11 @@ class TestTensors:
             for other in (longer, fewer, PARAMETERS | {"more": np.zeros(1, np.float32)}):
                 assert "differ from those of this node's task" in unlike(built(other), terms)
 
-    def test_running_statistics_are_all_or_none_of_the_task(self):
-        one, two = {"bn.mean": np.zeros(2, np.float32)}, {"bn.mean": np.zeros(3, np.float32)}
-        proposal, offer = asked(replace(small_request(), statistics=one))
-        task = built(small_request().parameters)
-        assert unlike(task, proposal) is None
-        assert unlike(task, offer) == (
-            "the model has 1 tensors, as 'bn.mean', that differ from those of this node's task"
-        )
-        for statistics, fits in ((one, True), (two, False), (one | {"bn.var": two}, False)):
-            values = {
-                n: np.zeros(2, np.float32) if n == "bn.var" else v for n, v in statistics.items()
-            }
-            task = built(small_request().parameters, values)
-            assert (unlike(task, offer) is None) == fits
-            assert unlike(task, asked(replace(small_request(), statistics={}))[1]) is None
+    def test_the_model_is_the_update_and_the_running_statistics_of_the_task(self):
+        task = built(small_request().parameters, {"bn.mean": np.zeros(2, np.float32)})
+        proposal, offer = asked(small_request())
+        assert unlike(task, proposal) is unlike(task, offer) is None
+        assert offer.model(task.statistics).layout.names == ("w", "b", "bn.mean")
 
     @pytest.mark.parametrize(("size", "allowed"), [(3, False), (2**20, False), (2**21, True)])
     def test_a_round_measures_at_most_as_much_as_it_trains(self, size, allowed):

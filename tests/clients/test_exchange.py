@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fedpriv.clients import connection
 from fedpriv.clients.connection import FederationStub, Identity
 from fedpriv.errors import WireError
+from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.round import PartialSum
 from fedpriv.wire import (
     CHUNK_BYTES,
@@ -30,10 +31,10 @@ from fedpriv.wire import (
     Welcome,
     chunks,
     decode_answer,
-    manifest_of,
     pieces,
 )
 from fedpriv.wire import federation_pb2 as pb
+from fedpriv.wire.codec import FLOAT32, Manifest
 from tests.clients.tiny_server import (
     PATIENCE,
     Said,
@@ -90,13 +91,11 @@ def saying(*messages: Said, welcome: bool = True) -> TinyServer:
     return tiny
 
 
-def large_model(megabytes: int) -> tuple[RoundOffer, dict[str, np.ndarray]]:
-    """An offer of a model in several chunks, whose clipping nobody looks at."""
+def large_model(megabytes: int) -> tuple[Manifest, dict[str, np.ndarray]]:
+    """A model in several chunks."""
     rng = np.random.default_rng(0)
     tensors = {"w": rng.standard_normal((megabytes, 250, 1000)).astype(np.float32)}
-    offer = make_offer()[0]
-    object.__setattr__(offer, "model", manifest_of(tensors))
-    return offer, tensors
+    return Manifest(Layout.of(tensors), FLOAT32), tensors
 
 
 # Connect
@@ -162,9 +161,9 @@ def test_a_connection_that_is_cancelled_ends_at_the_server_too() -> None:
 
 @pytest.mark.parametrize("megabytes", [1, 5])
 def test_a_model_arrives_as_it_is(megabytes: int) -> None:
-    offer, tensors = large_model(megabytes)
+    manifest, tensors = large_model(megabytes)
     tiny = sending(model=list(chunks(pieces(tensors))))
-    model = ask(tiny, lambda stub: stub.download(offer))
+    model = ask(tiny, lambda stub: stub.download(ID, manifest))
     assert list(model) == ["w"]
     assert model["w"].dtype == np.float32
     np.testing.assert_array_equal(model["w"], tensors["w"])
@@ -188,18 +187,18 @@ def hostile_models() -> dict[str, list[Said]]:
 
 @pytest.mark.parametrize("reason", hostile_models())
 def test_what_is_not_the_declared_model_is_refused(reason: str) -> None:
-    offer, _ = large_model(3)
+    manifest, _ = large_model(3)
     tiny = sending(model=hostile_models()[reason])
     with pytest.raises(WireError, match=reason):
-        ask(tiny, lambda stub: stub.download(offer))
+        ask(tiny, lambda stub: stub.download(ID, manifest))
 
 
 def test_a_model_takes_no_more_memory_than_was_declared() -> None:
     """A server that sends on and on is not listened to."""
-    offer = make_offer()[0]
+    manifest = make_offer()[0].model(Layout((), ()))
     tiny = sending(model=[chunk for _ in range(64) for chunk in make_offer()[1]])
     with pytest.raises(WireError, match="follows after all"):
-        ask(tiny, lambda stub: stub.download(offer))
+        ask(tiny, lambda stub: stub.download(ID, manifest))
 
 
 # Upload
@@ -371,11 +370,11 @@ def test_whatever_a_server_sends_is_a_value_or_a_wire_error(data: list[bytes]) -
         tiny = saying(*data, None, welcome=False)
         tiny.model, tiny.ledger, tiny.status = list(data), list(data), data[0]
         tiny.receipts = [data[0]]
-        offer = make_offer()[0]
+        manifest = make_offer()[0].model(Layout((), ()))
         async with connected(tiny) as stub:
             for call in (
                 lambda: heard(stub),
-                lambda: stub.download(offer),
+                lambda: stub.download(ID, manifest),
                 stub.fetch_ledger,
                 stub.status,
                 lambda: stub.upload(ID, Decline("no")),

@@ -43,7 +43,6 @@ from fedpriv.wire import (
     ROUND_ID,
     WELCOME,
     Hello,
-    Manifest,
     Proposal,
     Receipt,
     RoundId,
@@ -53,7 +52,6 @@ from fedpriv.wire import (
     naming,
 )
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.codec import FLOAT32
 from tests.clients.tiny_server import (
     NODE,
     PARAMETERS,
@@ -604,7 +602,7 @@ def test_of_a_model_of_three_gibibytes_for_a_small_task_no_byte_is_fetched(
             await tiny.propose(clipping=clipping)
             voted = (await tiny.votes.get()).objection
             with peak_memory() as peak:
-                await tiny.offer(clipping=clipping, model=Manifest(layout, FLOAT32))
+                await tiny.offer(clipping=clipping)
                 header, _ = await tiny.answers.get()
         assert voted == header.decline.reason
         assert voted == (

@@ -35,7 +35,6 @@ from fedpriv.wire import (
     Vote,
     Welcome,
     chunks,
-    manifest_of,
     model_of,
     pieces,
 )
@@ -242,7 +241,7 @@ def make_offer(number: int = 0, **changes: object) -> tuple[RoundOffer, list[Sai
         np.array([3]),
         bytes(range(32)),
     )
-    offer = RoundOffer.of(request, PATIENCE, PRICE, manifest_of(model_of(request)))
+    offer = RoundOffer.of(request, PATIENCE, PRICE)
     return replace(offer, **changes), list(chunks(pieces(model_of(request))))
 
 

@@ -19,7 +19,7 @@ from fedpriv import wire
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.experiment.config import FederationSection
 from fedpriv.ledger import Head
-from fedpriv.privacy.layout import Tensors
+from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.privacy.round import PartialSum
 from fedpriv.server import certificates
 from fedpriv.server.authentication import (
@@ -236,7 +236,7 @@ class TestNode:
                 self.receipts.append(wire.RECEIPT.decode(self.stub.Upload(iter(parts))))
 
     def download(self, offer: wire.RoundOffer) -> dict[str, np.ndarray]:
-        receiver = wire.Receiver(offer.model)
+        receiver = wire.Receiver(offer.model(Layout((), ())))
         for chunk in self.stub.Download(wire.ROUND_ID.encode(offer.id)):
             receiver.add(chunk)
         return receiver.finish()

@@ -26,9 +26,9 @@ from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.run.folder import RunFolder
 from fedpriv.server import deployment
-from fedpriv.server.collection import prices, welcomes
+from fedpriv.server.deployment import prices, status_at_start, welcomes
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.service import Service, status_at_start
+from fedpriv.server.service import Service
 from fedpriv.training.plan import AdaptiveClipping, TrainingPlan
 from fedpriv.training.rounds import Checkpoint, RoundResult, Stop, initial_state, save_checkpoint
 from fedpriv.wire import WELCOME, RunState

@@ -82,7 +82,7 @@ def test_the_model_is_the_one_that_was_offered_however_often_it_is_read() -> Non
     async def scene() -> None:
         it = collecting([4])
         for _ in range(2):
-            receiver = wire.Receiver(it.offer_to("four").model)
+            receiver = wire.Receiver(it.offer_to("four").model(Layout((), ())))
             for chunk in it.model_chunks:
                 receiver.add(pb.Chunk.FromString(chunk))
             np.testing.assert_array_equal(receiver.finish()["w"], PARAMETERS["w"])

@@ -140,12 +140,14 @@ def test_older_versions_of_tls_are_refused(made: Site, version: ssl.TLSVersion) 
 def test_a_taken_port_is_refused_in_a_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken_port:
         address = Address("127.0.0.1", taken_port.getsockname()[1])
-        with pytest.raises(InvalidValueError, match=f"cannot listen on {address}: Address already"):
-            listening_sockets(address)
+        with pytest.raises(
+            InvalidValueError, match=f"on {address} the server cannot listen: Address already"
+        ):
+            listening_sockets(address, f"on {address}")
 
 
 def test_a_host_name_is_served_at_all_its_addresses_by_one_port() -> None:
-    sockets, address = listening_sockets(Address("localhost", 0))
+    sockets, address = listening_sockets(Address("localhost", 0), "")
     try:
         assert {made.getsockname()[1] for made in sockets} == {address.port}
         assert address.port > 0

@@ -21,7 +21,7 @@ from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.ledger.participation import Head
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PrivacyRecords
-from fedpriv.server.collection import prices
+from fedpriv.server.deployment import prices
 from fedpriv.training.rounds import initial_state
 from fedpriv.wire import RoundId, RoundOffer, TaskDescription, Welcome
 from tests.opening import open_round

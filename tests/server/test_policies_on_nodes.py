@@ -32,8 +32,7 @@ from fedpriv.privacy.sampling import (
     Sampling,
     SeparatedSampling,
 )
-from fedpriv.server.collection import prices
-from fedpriv.server.deployment import GrpcTransport
+from fedpriv.server.deployment import GrpcTransport, prices
 from fedpriv.training.local import SGD
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.request import RoundRequest, Transport

@@ -46,8 +46,6 @@ from fedpriv.wire import (
     SummedUpdates,
     TaskDescription,
     Welcome,
-    manifest_of,
-    model_of,
 )
 
 LAYOUT = Layout(("w", "b"), ((2, 2), (3,)))
@@ -271,7 +269,7 @@ def requests(draw: st.DrawFn) -> RoundRequest:
 @st.composite
 def offers(draw: st.DrawFn) -> RoundOffer:
     request = draw(requests())
-    return RoundOffer.of(request, draw(positive), draw(prices()), manifest_of(model_of(request)))
+    return RoundOffer.of(request, draw(positive), draw(prices()))
 
 
 @st.composite
@@ -310,7 +308,7 @@ def request_with_control() -> RoundRequest:
 
 def small_offer() -> RoundOffer:
     request = small_request()
-    return RoundOffer.of(request, 60.0, PRICE, manifest_of(model_of(request)))
+    return RoundOffer.of(request, 60.0, PRICE)
 
 
 def small_welcome() -> Welcome:
@@ -331,8 +329,8 @@ def secure_offer() -> RoundOffer:
     query = replace(PRICE.event.queries[0], granularity=2.0**-60)
     event = replace(PRICE.event, queries=(query,), secure_sum=secure)
     request = replace(small_request(), users=np.empty(0, np.int64))
-    price, model = replace(PRICE, event=event), manifest_of(model_of(request))
-    offer = RoundOffer.of(request, 60.0, price, model, 5, SIGNATURES)
+    price = replace(PRICE, event=event)
+    offer = RoundOffer.of(request, 60.0, price, 5, SIGNATURES)
     return replace(offer, fixed_length=True, head=HEAD)
 
 

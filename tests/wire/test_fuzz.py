@@ -15,7 +15,7 @@ from fedpriv.ledger import NeighbouringRelation
 from fedpriv.wire import Assembler, Decline, RoundAnswer, SummedUpdates
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.codec import LAYOUT as LAYOUT_CODEC
-from fedpriv.wire.codec import MANIFEST, SERVER_RECEIVES_BYTES, parse, refuse_unknown
+from fedpriv.wire.codec import SERVER_RECEIVES_BYTES, parse, refuse_unknown
 from fedpriv.wire.messages import CLIPPING, LOCAL_TRAINING, METRIC
 from fedpriv.wire.messages import PRICE as PRICE_CODEC
 from tests.wire.examples import (
@@ -47,7 +47,7 @@ def add_chunk(chunk: pb.Chunk) -> None:
     assert assembler.finish().tobytes() == BYTES
 
 
-def answer_of(content: SummedUpdates | wire.MaskedSum | Decline) -> pb.Answer:
+def answer_of(content: SummedUpdates | Decline) -> pb.Answer:
     return wire.encode_answer(RoundAnswer(small_offer().id, content))
 
 
@@ -61,7 +61,6 @@ CASES: dict[str, tuple[Callable[[Message], object], Message]] = {
     "layout": (LAYOUT_CODEC.decode, OFFER.clipping.layout),
     "local": (LOCAL_TRAINING.decode, OFFER.local),
     "metric": (METRIC.decode, OFFER.metrics[0]),
-    "tensors": (MANIFEST.decode, OFFER.model),
     "price": (PRICE_CODEC.decode, PRICE_CODEC.encode(PRICE)),
     "series": (PRICE_CODEC.decode, PRICE_CODEC.encode(SERIES)),
     "round": (wire.ROUND_ID.decode, OFFER.id),
@@ -77,7 +76,7 @@ CASES: dict[str, tuple[Callable[[Message], object], Message]] = {
     "receipt": (wire.RECEIPT.decode, wire.RECEIPT.encode(wire.Receipt(True))),
     "welcome": (wire.WELCOME.decode, wire.WELCOME.encode(small_welcome())),
     "status": (wire.STATUS.decode, wire.STATUS.encode(STATUS)),
-    "masked": (wire.decode_answer, answer_of(wire.MaskedSum())),
+    "masked": (wire.decode_answer, answer_of(SummedUpdates(0, 0, masked=True))),
     "secure offer": (wire.OFFER.decode, wire.OFFER.encode(secure_offer())),
     "secure welcome": (wire.WELCOME.decode, wire.WELCOME.encode(secure_welcome())),
     "vote": (wire.VOTE.decode, wire.VOTE.encode(wire.Vote(small_offer().id, "", SIGNATURES[0]))),
