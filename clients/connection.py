@@ -248,7 +248,7 @@ class FederationStub:
         Bytes that are not ASCII become surrogates. None: according to the server, its ledger never
         had the head.
         """
-        request = wire.LEDGER_REQUEST.encode(wire.LedgerRequest(**vars(head) if head else {}))
+        request = wire.LEDGER_REQUEST.encode(head) if head else pb.LedgerRequest()
         content = await self._file("ledger", request, LARGEST_LEDGER)
         if content is None:
             return None

@@ -132,7 +132,7 @@ class Consent(Section):
             return f"the clipping norm is {norm}; this node consents to at most {largest}"
         price, least = offer.price, self.least_noise_multiplier
         # In the first round of a series; later rounds have at least as much noise (`RoundEvent`).
-        noise = price.noise_multiplier / price.event.strategy[0]
+        noise = price.event.noise_multiplier / price.event.strategy[0]
         if least is not None and not noise >= least * (1.0 - _ROUNDING):
             return f"the noise multiplier is {noise}; this node consents to at least {least}"
         if price.seeded and (least or self.total_epsilon is not None):
@@ -211,7 +211,7 @@ def review_of(welcome: Welcome, terms: Terms) -> str:
             for item in value if isinstance(value, list | tuple) and value else [value]:
                 text = one_line(json.dumps(item, ensure_ascii=False))
                 lines.append(f"{f'{section} {name}'.strip()}: {text}")
-    reach, noise = reach_of(terms), price.noise_multiplier
+    reach, noise = reach_of(terms), price.event.noise_multiplier
     hashed, pinned = task_hash(welcome, terms), list[str]()
     if price.event.secure_sum is not None:
         pinned = [f'enrolment = "{enrolment_digest(welcome.nodes)}"', "which pins these nodes:"]
@@ -232,10 +232,10 @@ def review_of(welcome: Welcome, terms: Terms) -> str:
 
 def misfit(welcome: Welcome, offer: Terms) -> str | None:
     """Return why no node with this welcome can take part, regardless of its consent, or None."""
-    if offer.price.population != welcome.population:
-        offered = f"the offer is of a population of {offer.price.population}"
-        return f"{offered}; the node was welcomed to one of {welcome.population}"
     sampling = offer.price.event.sampling
+    if sampling.population != welcome.population:
+        offered = f"the offer is of a population of {sampling.population}"
+        return f"{offered}; the node was welcomed to one of {welcome.population}"
     if sampling.unit is not Unit.USER:
         protected = f"the offer protects each {sampling.unit}"
         return f"{protected}; a node takes part where each user is protected"

@@ -21,15 +21,7 @@ from fedpriv.privacy.gaussian_mechanism import rounded_noise
 from fedpriv.privacy.sampling import drawn_users
 from fedpriv.secure_sums.parameters import Grid, SignedVector, share_stddevs
 from fedpriv.secure_sums.protocol import KeyPair, Participant, Verify
-from fedpriv.wire import Countersignature, Proposal, RoundOffer, Stage, Step, Welcome
-from fedpriv.wire.naming import (
-    binding_of,
-    countersigned,
-    fingerprint_of,
-    has_signed,
-    roster_of,
-    signed,
-)
+from fedpriv.wire import Countersignature, Proposal, RoundOffer, Stage, Step, Welcome, naming
 
 _log = logging.getLogger(__name__)
 _LEAST_MARGIN = 0.05  # share of the time until the upload's deadline that is kept for the upload
@@ -69,14 +61,14 @@ class SecureSums:
         event, own, public = proposal.price.event, self.identity, b""
         if own.certificate is None:
             raise InvalidValueError("the node has no certificate to sign its vote with")
-        binding = binding_of(welcome.population_name, proposal.id, event, proposal.head)
+        binding = naming.binding_of(welcome.population_name, proposal.id, event, proposal.head)
         if event.secure_sum is not None:
             if (statement := str(event.secure_sum)) != self._stated:
                 self._stated = statement
                 _log.info("(ε, δ): %s", statement)
             self._pairs = {binding: KeyPair.fresh()}
             public = self._pairs[binding].public
-        return countersigned(own.node, public, binding, own.certificate, own.key)
+        return naming.countersigned(own.node, public, binding, own.certificate, own.key)
 
     async def take_part(self, welcome: Welcome, offer: RoundOffer, deadline: float) -> None:
         """Take part in an attempt; `deadline` is that of the upload, on the event loop's clock.
@@ -95,7 +87,7 @@ class SecureSums:
         if not receipt.accepted:
             raise VoidError(f"the server refuses the masked sum: {receipt.reason!r}")
         survivors = (await self._step(offer, Stage.AGREE)).nodes
-        signature = signed(self.identity.key, uploaded.statement(survivors))
+        signature = naming.signed(self.identity.key, uploaded.statement(survivors))
         quorum = await self._step(offer, Stage.SIGN, {self.identity.node: signature})
         shares = uploaded.opened(survivors, quorum.items, verify)
         await self._check_charged(welcome, offer)
@@ -110,20 +102,21 @@ class SecureSums:
 
         VoidError: a node is not enrolled, or has not signed its key for this attempt.
         """
-        binding = binding_of(welcome.population_name, offer.id, offer.price.event, offer.head)
+        name, event = welcome.population_name, offer.price.event
+        binding = naming.binding_of(name, offer.id, event, offer.head)
         enrolled = {node.name: node.fingerprint.hex() for node in welcome.nodes}
         certificates = self.policy.countersigned(welcome, offer)
         for node, certificate in certificates.items():
-            if enrolled.get(node) != fingerprint_of(certificate):
+            if enrolled.get(node) != naming.fingerprint_of(certificate):
                 raise VoidError("the roster has a node that is not enrolled with its certificate")
         if (pair := self._pairs.pop(binding, None)) is None:  # a key is for one roster
             raise VoidError("the node has no key of a vote on this attempt")
-        roster = roster_of(offer.roster, binding)
+        roster = naming.roster_of(offer.roster, binding)
         mine = Participant.begin(roster, self.identity.node, pair, secure)
 
         def verify(node: str, statement: bytes, signature: bytes) -> bool:
             certificate = certificates.get(node)
-            return certificate is not None and has_signed(certificate, statement, signature)
+            return certificate is not None and naming.has_signed(certificate, statement, signature)
 
         return mine, verify
 

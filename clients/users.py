@@ -170,7 +170,6 @@ def enrolment_toml(
     FedprivError: an id is invalid, or a user is in two of the sources.
     """
     tables: dict[str, dict[str, object]] = {}
-    counts = ""
     source_of: dict[str, str] = {}  # by id, in the form that `plain_id` returns
     for source, (node, fingerprint) in zip(sources, nodes, strict=True):
         if node in tables:
@@ -188,10 +187,6 @@ def enrolment_toml(
             )
         source_of |= dict.fromkeys(map(plain_id, ids), source)
         tables[node] = {"users": sorted(ids)}
-        empty = np.count_nonzero(users.sizes == 0)
-        counts += (
-            f"# {node}: users {len(ids)}, of whom without examples {empty}; examples {users.rows}\n"
-        )
         if fingerprint is not None:
             tables[node]["certificate"] = fingerprint
-    return counts + tomli_w.dumps({"nodes": tables})
+    return tomli_w.dumps({"nodes": tables})

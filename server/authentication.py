@@ -31,7 +31,7 @@ from fedpriv.errors import FedprivError, InvalidValueError, WireError
 from fedpriv.experiment.config import FederationSection
 from fedpriv.report.records import Trouble
 from fedpriv.server.certificates import load_ca
-from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
+from fedpriv.server.enrolment import EnrolledCertificates, Enrolment, UnknownPeerError
 from fedpriv.server.monitoring import SERVER, STRANGER, Sites
 from fedpriv.wire import naming
 from fedpriv.wire.naming import Address
@@ -40,7 +40,6 @@ _log = logging.getLogger(__name__)
 NODE: ContextVar[str] = ContextVar("NODE")  # the node whose call is being handled
 _PEER: ContextVar["Peer"] = ContextVar("PEER")  # the other end of its connection
 _TOO_LONG = "it took too long, the node began another, or the round is over"
-_UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 _FAILED = "the server failed; its log says why"
 _OPEN_CALLS = 16  # per node; it needs two or three, and connections lost silently leave some open
 _REQUEST_SECONDS = 20.0  # for a request of one small message
@@ -56,7 +55,7 @@ _MESSAGE_BYTES = 5  # in front of each message
 Context: TypeAlias = grpc.aio.ServicerContext
 Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 # Returns the node of a certificate (PEM; empty in plain text) or of a call's metadata, or raises
-# UnknownPeerError.
+# UnknownPeerError; InvalidValueError: the enrolment file cannot be used.
 Identify = Callable[[bytes, Metadata], str]
 
 
@@ -115,41 +114,9 @@ class RefusedCallError(Exception):
         self.code = code
 
 
-class UnknownPeerError(RefusedCallError):
-    """The caller is not identified, or is no longer admitted.
-
-    `what` and `why` go to the operator only; the caller receives `sentence`.
-    """
-
-    def __init__(
-        self,
-        code: grpc.StatusCode,
-        sentence: str,
-        node: str = STRANGER,
-        what: Trouble = Trouble.CALL,
-        why: str = "",
-    ) -> None:
-        super().__init__(code, sentence)
-        self.node, self.what, self.why = node, what, why or sentence
-
-
 def by_certificate(certificates: EnrolledCertificates) -> Identify:
     """Return a function that identifies the node at which the TLS certificate is enrolled now."""
-
-    def identify(certificate: bytes, _: Metadata) -> str:
-        try:
-            return certificates.node_of(certificate, datetime.now(UTC))
-        except CertificateError as error:
-            sentence, node = f"the certificate is refused: {error}", error.node or STRANGER
-            why = f"{sentence}, {error.subject}" if error.subject else sentence
-            raise UnknownPeerError(_UNAUTHENTICATED, sentence, node, why=why) from error
-        except InvalidValueError as error:
-            # Only the operator can repair the file, and only the operator should see its path.
-            code, sentence = grpc.StatusCode.UNAVAILABLE, "the server cannot read its enrolment now"
-            why = f"all calls are refused: {error}"
-            raise UnknownPeerError(code, sentence, SERVER, Trouble.ENROLMENT, why) from error
-
-    return identify
+    return lambda certificate, _: certificates.node_of(certificate, datetime.now(UTC))
 
 
 def by_declaration(_: bytes, metadata: Metadata) -> str:
@@ -161,7 +128,7 @@ def by_declaration(_: bytes, metadata: Metadata) -> str:
     try:
         return naming.check_node_name(unquote(str(name), errors="strict"))
     except ValueError as error:
-        raise UnknownPeerError(_UNAUTHENTICATED, str(error)) from error
+        raise UnknownPeerError(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -305,12 +272,17 @@ class Authentication:
         return x509.load_pem_x509_certificate(certificate) if certificate else None
 
     def known(self, certificate: bytes, metadata: Metadata = ()) -> str:
-        """Return the node of a caller; UnknownPeerError, which the operator sees, if none."""
+        """Return the node of a caller; RefusedCallError, of which the operator learns, if none."""
         try:
             return self.identify(certificate, metadata)
         except UnknownPeerError as error:
-            self.sites.trouble(error.node, error.what, error.why)
-            raise
+            code, sentence = grpc.StatusCode.UNAUTHENTICATED, str(error)
+            self.sites.trouble(error.node or STRANGER, Trouble.CALL, sentence + error.subject)
+        except InvalidValueError as error:
+            # Only the operator can repair the file, and only the operator should see its path.
+            code, sentence = grpc.StatusCode.UNAVAILABLE, "the server cannot read its enrolment now"
+            self.sites.trouble(SERVER, Trouble.ENROLMENT, f"all calls are refused: {error}")
+        raise RefusedCallError(code, sentence)
 
     def slowed(self, peer: Peer) -> None:
         """Record that a peer sends more than it may."""
@@ -318,11 +290,11 @@ class Authentication:
         self.sites.trouble(peer.node, Trouble.CALL, why)
 
     def check(self, context: Context) -> None:
-        """Raise UnknownPeerError unless an admitted caller still identifies as the same node."""
+        """Raise RefusedCallError unless an admitted caller still identifies as the same node."""
         node, metadata = NODE.get(), context.invocation_metadata() or ()
         if self.known(_PEER.get().certificate, metadata) != node:
             sentence = "the certificate is enrolled at another node now"
-            raise UnknownPeerError(_UNAUTHENTICATED, sentence, node)
+            raise RefusedCallError(grpc.StatusCode.UNAUTHENTICATED, sentence)
 
     def handler(
         self,

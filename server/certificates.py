@@ -121,9 +121,8 @@ def sign(
     The certificate takes only the key and the common name, which is the node's name, from the
     request, and replaces the node's certificate in the folder. The server accepts the certificate
     that is enrolled, so an older one remains usable until its fingerprint is removed. The new
-    certificate is valid from `begin`, which needs a time zone and is now by default, and must
-    expire before the authority. InvalidValueError: the request, the authority or the validity is
-    unusable.
+    certificate is valid from `begin`, by default now, and must expire before the authority.
+    InvalidValueError: the request, the authority or the validity is unusable.
     """
     (node, key), (ca, signer) = _load_request(path), _load_authority(folder)
     begin = datetime.now(UTC) - _CLOCK_SKEW if begin is None else begin
@@ -131,14 +130,6 @@ def sign(
     certificate = _signed(node, key, signer, ca, begin, lifetime, usage)
     _write_certificate(bundle, "node", certificate, ca)
     return Issued(node, bundle, naming.fingerprint_of(certificate))
-
-
-def issue(
-    folder: Path, node: str, *, begin: datetime | None = None, lifetime: timedelta = YEAR
-) -> Issued:
-    """Request and sign with a new key, if the node and the authority are on one machine."""
-    (folder / "nodes" / naming.check_node_name(node) / "node.key").unlink(missing_ok=True)
-    return sign(folder, request(folder, node), begin=begin, lifetime=lifetime)
 
 
 def _load_request(path: Path) -> tuple[str, _PublicKey]:
@@ -211,8 +202,6 @@ def _signed(
 
 
 def _check_validity(begin: datetime, lifetime: timedelta, last: datetime) -> None:
-    if begin.tzinfo is None:
-        raise InvalidValueError(f"the validity begins at {begin}; it must have a time zone")
     if not timedelta(0) < lifetime <= last - begin:
         condition = f"it must be positive and end before the authority's, at {last}"
         raise InvalidValueError(f"the lifetime is {lifetime}; {condition}")

@@ -26,6 +26,7 @@ Positions = NDArray[np.int64]  # users, as ascending positions in the population
 _ID = re.compile("[0-9a-f]{32}")
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
 _LONGEST_SUBJECT = 200  # characters
+_REFUSED = "the certificate is refused: it"
 _SETTLED_NANOSECONDS = 2_000_000_000  # age from which a file's times are trusted
 
 
@@ -161,10 +162,11 @@ class Enrolment:
         return positions
 
 
-class CertificateError(FedprivError):
-    """A certificate does not identify a node at present.
+class UnknownPeerError(FedprivError):
+    """A caller does not identify itself as a node; the message is for the caller.
 
-    `node` is the node at which it is or was enrolled, if any; `subject` describes it in logs.
+    `node` is the node at which its certificate is or was enrolled, if any; `subject` describes the
+    certificate in logs.
     """
 
     def __init__(self, sentence: str, node: str | None = None, subject: str = "") -> None:
@@ -199,24 +201,24 @@ class EnrolledCertificates:
     def node_of(self, certificate_pem: bytes, now: datetime) -> str:
         """Return the node at which a certificate is enrolled; TLS has checked the peer's key.
 
-        CertificateError: it cannot be parsed, is not enrolled, or is not valid at `now`.
+        UnknownPeerError: it cannot be parsed, is not enrolled, or is not valid at `now`.
         InvalidValueError: the enrolment file cannot be used.
         """
         try:
             certificate = x509.load_pem_x509_certificate(certificate_pem)
             subject = certificate.subject.rfc4514_string()[:_LONGEST_SUBJECT]
         except MALFORMED as error:
-            raise CertificateError("it cannot be parsed") from error
+            raise UnknownPeerError(f"{_REFUSED} cannot be parsed") from error
         fingerprint = fingerprint_of(certificate)
         node = self.nodes().get(fingerprint)
         if node is None:
-            sentence = "it is not enrolled, or was struck off the enrolment"
-            raise CertificateError(
-                sentence, self._history.get(fingerprint), f"{subject} {fingerprint}"
-            )
+            sentence = f"{_REFUSED} is not enrolled, or was struck off the enrolment"
+            former = self._history.get(fingerprint)
+            raise UnknownPeerError(sentence, former, f", {subject} {fingerprint}")
         begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
         if not begin <= now <= end:
-            raise CertificateError(f"it is valid from {begin} to {end}; it is {now}", node)
+            sentence = f"{_REFUSED} is valid from {begin} to {end}; it is {now}"
+            raise UnknownPeerError(sentence, node)
         return node
 
 

@@ -16,7 +16,7 @@ from typing import cast
 from urllib.parse import quote
 
 from fedpriv.errors import InvalidValueError, reason_of
-from fedpriv.server.authentication import Allowance, Authentication, Peer, UnknownPeerError
+from fedpriv.server.authentication import Allowance, Authentication, Peer, RefusedCallError
 from fedpriv.server.monitoring import STRANGER
 from fedpriv.wire.naming import Address
 
@@ -182,7 +182,7 @@ class Front:
             if self._tls is not None:
                 try:
                     node = self._authentication.known(certificate)
-                except UnknownPeerError:
+                except RefusedCallError:
                     encrypted.send(_REFUSAL)
                     encrypted.shutdown(socket.SHUT_WR)
                     await asyncio.sleep(_REFUSED_SECONDS)

@@ -467,8 +467,7 @@ class Service:
 
     async def fetch_ledger(self, request: pb.LedgerRequest, context: Context) -> None:
         """Send the records of the public ledger after a head, in chunks."""
-        decoded = wire.LEDGER_REQUEST.decode(request)
-        head = Head(decoded.count, decoded.hash) if decoded.hash else None
+        head = wire.LEDGER_REQUEST.decode(request)
         async with self._ledgers.turn(NODE.get()):
             records = await asyncio.to_thread(self.ledger, head)
             if records is None:

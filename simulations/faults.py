@@ -37,7 +37,7 @@ from fedpriv.server import certificates
 from simulations import faulty_nodes, hostile_peers, loopback
 from simulations.faulty_nodes import Behaviour, Network
 from simulations.hostile_peers import Target
-from simulations.loopback import COMMAND, Program
+from simulations.loopback import COMMAND, Program, issue
 
 _CONFIG = """
 name = "faults"
@@ -209,7 +209,7 @@ class Scene:
 
     def harm(self, kind: Callable[[Target], Awaitable[None]], peers: int, seconds: float) -> None:
         """Hostile peers beside the run, with a certificate that is not enrolled."""
-        target = Target(self.port, certificates.issue(self.folder / "certs", "stranger").folder)
+        target = Target(self.port, issue(self.folder / "certs", "stranger").folder)
 
         async def all_of_them() -> None:
             with suppress(TimeoutError):
@@ -294,7 +294,7 @@ def _valid(begin: timedelta, days: int) -> Callable[[Scene], None]:
         scene.end("node-2")
         scene.mark()
         certs, since = scene.folder / "certs", datetime.now(UTC) + begin
-        issued = certificates.issue(certs, "node-2", begin=since, lifetime=timedelta(days=days))
+        issued = issue(certs, "node-2", begin=since, lifetime=timedelta(days=days))
         scene.enrol(lambda table: table["nodes"]["node-2"].update(certificate=issued.fingerprint))
         scene.join("node-2")
         scene.await_trouble("node-2")
@@ -322,7 +322,7 @@ def _rejoins(
 
 def _other_authority(folder: Path) -> None:
     certificates.init(folder / "other", ["localhost"])
-    certificates.issue(folder / "other", "node-2")
+    issue(folder / "other", "node-2")
 
 
 def _open_key(folder: Path) -> None:

@@ -39,7 +39,6 @@ import tomli_w
 from fedpriv.errors import WorkerError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.run.folder import RunFolder
-from fedpriv.server import certificates
 from simulations import loopback
 from simulations.benchmarks.machine import command
 from simulations.federation_load import allow_open_files
@@ -47,6 +46,7 @@ from simulations.hostile_peers import KINDS, Target, harass
 from simulations.load_nodes import Seen, connected
 from simulations.load_server import peak_bytes
 from simulations.load_site import Site
+from simulations.loopback import issue
 
 _OPEN_FILES = 1024  # of the server, when it starts
 _COMMAND = ("sh", "-c", f'ulimit -Sn {_OPEN_FILES} && exec "$@"', "sh", *loopback.COMMAND)
@@ -92,7 +92,7 @@ def measure(load: Load) -> tuple[Found, Found]:
         site = Site(Path(folder) / "certs", load.nodes, load.hidden)
         site.issue()
         strangers = [f"stranger-{number}" for number in range(_STRANGERS)]
-        issued = {name: certificates.issue(site.folder, name) for name in strangers}
+        issued = {name: issue(site.folder, name) for name in strangers}
         enrolled = {name: issued[name].fingerprint for name in strangers[::2]}
         _enrol(site.enrolment, enrolled)
         shown = [made.folder for made in issued.values()]

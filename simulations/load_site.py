@@ -15,6 +15,7 @@ from fedpriv.privacy.layout import Layout, flat
 from fedpriv.server import certificates
 from fedpriv.server.authentication import tls_context
 from fedpriv.training.request import LocalTraining, RoundRequest
+from simulations.loopback import issue
 
 _KINDS = 4  # different contributions; nodes share them, so that one process can hold those of all
 _NORM = 1.0  # far below that of what is clipped
@@ -34,7 +35,7 @@ class Site:
         certificates.init(self.folder, ["localhost"])
         nodes = {}
         for number in range(self.nodes):
-            issued = certificates.issue(self.folder, name_of(number))
+            issued = issue(self.folder, name_of(number))
             nodes[name_of(number)] = {
                 "users": [user_of(number)],
                 "certificate": issued.fingerprint,

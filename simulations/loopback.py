@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,25 @@ import tomli_w
 from fedpriv.data.population import UserStore, load_population
 from fedpriv.errors import FedprivError
 from fedpriv.server import certificates
+from fedpriv.wire.naming import check_node_name
 
 COMMAND = (sys.executable, "-c", "from fedpriv.cli import main; main()")
 _LONGEST_START_SECONDS = 120.0
 _LONGEST_END_SECONDS = 20.0
 LISTENING = re.compile(r"listening on \S+:(\d+)")
+
+
+def issue(
+    folder: Path,
+    node: str,
+    *,
+    begin: datetime | None = None,
+    lifetime: timedelta = certificates.YEAR,
+) -> certificates.Issued:
+    """Request and sign a node's certificate with a new key, on one machine."""
+    (folder / "nodes" / check_node_name(node) / "node.key").unlink(missing_ok=True)
+    request = certificates.request(folder, node)
+    return certificates.sign(folder, request, begin=begin, lifetime=lifetime)
 
 
 def lay_out(folder: Path, users: UserStore, sizes: Sequence[int]) -> None:
@@ -37,7 +52,7 @@ def lay_out(folder: Path, users: UserStore, sizes: Sequence[int]) -> None:
     nodes = {}
     for number, part in enumerate(parts, start=1):
         node = f"node-{number}"
-        issued = certificates.issue(folder / "certs", node)
+        issued = issue(folder / "certs", node)
         own = users.subset(part)
         ids_here = [ids[user] for user in part]
         nodes[node] = {"users": ids_here, "certificate": issued.fingerprint}

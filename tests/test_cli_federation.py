@@ -27,10 +27,11 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.experiment.bundled import experiment_file
 from fedpriv.report.records import Happening, SiteRecord, SiteTable, Trouble
 from fedpriv.run.folder import RunFolder
-from fedpriv.server.certificates import init, issue
+from fedpriv.server.certificates import init
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.wire import RunState, Status, chunks
 from fedpriv.wire import federation_pb2 as pb
+from simulations.loopback import issue
 from tests.commandline import fedpriv, printed, refused
 
 ROOT = Path(__file__).parents[1]

@@ -31,50 +31,45 @@ _RARE = 70.0  # −ln of a probability, below 10^-30
 SignedVector = npt.NDArray[np.signedinteger]  # int32 or int64
 
 
-@dataclass(frozen=True)
-class Graph:
-    """The graph of a round: nodes that are linked mask each other and keep each other's shares.
+def degree_of(nodes: int, secure: SecureSum) -> int:
+    """Return k, the neighbours of each of n nodes: n − 1 up to 32 nodes, else about t + 2d + 1.
 
-    `of` is safe and live for every choice of t nodes that collude and d that drop out. It relies on
-    no chance: the server, which drops nodes as it likes and may try many rosters, knows the graph.
+    Nodes that are linked mask each other and keep each other's shares. The graph is safe and live
+    for every choice of t nodes that collude and d that drop out. It relies on no chance: the
+    server, which drops nodes as it likes and may try many rosters, knows the graph.
 
     1. *Secrecy.* At most t of a node's neighbours collude, fewer than the threshold τ = t + 1.
     2. *Liveness.* At least k − d ≥ τ of a node's neighbours do not drop out.
-    3. *Connection.* The graph stays connected without any t + 2d nodes, see `of`.
+    3. *Connection.* The graph stays connected without any t + 2d nodes.
+
+    Raises InvalidValueError for fewer nodes than the event's.
     """
+    # Nodes on a circle with k/2 neighbours on either side stay connected without any k − 1 of
+    # them: to separate two arcs, k/2 successive nodes must be gone on both sides. (Harary 1962
+    # shows that no graph with as few links is connected better.)
+    #
+    # Let honest nodes open shares for the list S of sharers and U ⊆ S of survivors. No others
+    # gather a quorum. A colluding neighbour's masks are known, and so are those of S \ U.
+    # * A survivor that masked for S has unknown masks with its honest neighbours in U. Without
+    #   the t colluding and the d dropped nodes the graph is connected, so only the total of all
+    #   honest survivors is without unknown masks.
+    # * A survivor that was shown another list S′ has unknown masks with all honest neighbours
+    #   in S′ but those in S \ U, so t + 2d nodes are missing. That graph is connected too. It
+    #   holds one of the honest nodes that signed for S: there are at least w − t of them, more
+    #   than n − w ≥ d, and S′ lacks at most d nodes. Its masks for S cancel none for S′.
+    # k = t + d + 1 would do for the first; the second isolates a node if k ≤ t + 2d. In the
+    # complete graph the nodes that remain are linked, for every t and d.
+    t, d = secure.colluding, secure.dropouts
+    limit = f"the round needs at least {secure.nodes}"
+    require(nodes >= secure.nodes, f"the roster has {nodes} nodes; {limit}")
+    degree = t + 2 * d + 1
+    degree += degree % 2
+    return nodes - 1 if nodes <= MOST_COMPLETE else min(degree, nodes - 1)
 
-    degree: int  # k, the neighbours of a node
-    threshold: int  # τ, the shares that restore a secret
 
-    @classmethod
-    def of(cls, nodes: int, secure: SecureSum) -> "Graph":
-        """Return the graph of a roster of n nodes: k = n − 1 up to 32 nodes, else about t + 2d + 1.
-
-        Raises InvalidValueError for fewer nodes than the event's.
-        """
-        # Nodes on a circle with k/2 neighbours on either side stay connected without any k − 1 of
-        # them: to separate two arcs, k/2 successive nodes must be gone on both sides. (Harary 1962
-        # shows that no graph with as few links is connected better.)
-        #
-        # Let honest nodes open shares for the list S of sharers and U ⊆ S of survivors. No others
-        # gather a quorum. A colluding neighbour's masks are known, and so are those of S \ U.
-        # * A survivor that masked for S has unknown masks with its honest neighbours in U. Without
-        #   the t colluding and the d dropped nodes the graph is connected, so only the total of all
-        #   honest survivors is without unknown masks.
-        # * A survivor that was shown another list S′ has unknown masks with all honest neighbours
-        #   in S′ but those in S \ U, so t + 2d nodes are missing. That graph is connected too. It
-        #   holds one of the honest nodes that signed for S: there are at least w − t of them, more
-        #   than n − w ≥ d, and S′ lacks at most d nodes. Its masks for S cancel none for S′.
-        # k = t + d + 1 would do for the first; the second isolates a node if k ≤ t + 2d. In the
-        # complete graph the nodes that remain are linked, for every t and d.
-        t, d = secure.colluding, secure.dropouts
-        limit = f"the round needs at least {secure.nodes}"
-        require(nodes >= secure.nodes, f"the roster has {nodes} nodes; {limit}")
-        degree = t + 2 * d + 1
-        degree += degree % 2
-        if nodes <= MOST_COMPLETE or degree >= nodes - 1:
-            degree = nodes - 1
-        return cls(degree, t + 1)
+def threshold_of(secure: SecureSum) -> int:
+    """Return τ, the shares that restore a secret."""
+    return secure.colluding + 1
 
 
 @lru_cache(maxsize=4)  # in a simulation, every node of a round asks

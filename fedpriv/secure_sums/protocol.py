@@ -50,7 +50,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import SecureSum
 from fedpriv.privacy.noise import keystream
-from fedpriv.secure_sums.parameters import Graph, SignedVector, neighbours
+from fedpriv.secure_sums.parameters import SignedVector, degree_of, neighbours, threshold_of
 from fedpriv.support.checks import require
 
 MaskedVector = npt.NDArray[np.unsignedinteger]  # uint32 or uint64
@@ -187,7 +187,7 @@ class Roster:
     def neighbours_of(self, node: str, secure: SecureSum) -> tuple[str, ...]:
         """Return the neighbours of a node, ascending."""
         count = len(self.members)
-        linked = neighbours(self.digest, count, Graph.of(count, secure).degree)
+        linked = neighbours(self.digest, count, degree_of(count, secure))
         return tuple(self.names[place] for place in linked[self.index(node)])
 
     def listed(self, nodes: Sequence[str], secure: SecureSum) -> tuple[str, ...]:
@@ -233,9 +233,10 @@ class Participant:
         mine = f"the roster has another key of node {node!r}; it must be the node's own"
         require(roster.member(node).key == pair.public, mine)
         linked = roster.neighbours_of(node, secure)
-        threshold = Graph.of(len(roster.members), secure).threshold
         points = [roster.index(neighbour) + 1 for neighbour in linked]
-        both = [_shares(secret, threshold, points) for secret in (pair.masking, pair.seed)]
+        both = [
+            _shares(secret, threshold_of(secure), points) for secret in (pair.masking, pair.seed)
+        ]
         sealed = {}
         for neighbour, *shares in zip(linked, *both, strict=True):
             key = _sealing_key(roster, pair, node, neighbour, sender=True)
@@ -254,9 +255,6 @@ class Participant:
         out, unless the list names the node and at least n − d nodes, with a valid message of each
         neighbour in it.
         """
-        valid = total.ndim == 1 and total.dtype in (np.int32, np.int64)
-        shape = f"the total is {total.dtype}{list(total.shape)}"
-        require(valid, f"{shape}; it must be an int32 or int64 vector")
         listed = self.roster.listed(sharers, self.secure)
         left_out = f"node {self.node!r} shared its secrets; the list of sharers must name it"
         require(self.node in listed, left_out)
@@ -352,7 +350,7 @@ def unmasked(
     strangers = sorted(survived - set(shared))
     require(not strangers, f"survivors include {strangers}; they must be among the sharers")
     linked, purpose = roster.neighbours(secure), _digest(shared)
-    threshold = Graph.of(len(roster.members), secure).threshold
+    threshold = threshold_of(secure)
     added: list[bytes] = []
     subtracted: list[bytes] = []
     for owner in shared:

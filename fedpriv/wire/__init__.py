@@ -14,7 +14,7 @@ from fedpriv.wire.codec import (
 from fedpriv.wire.messages import (
     COUNTERSIGNATURE, HEAD, HELLO, LEDGER_REQUEST, OFFER, PROPOSAL, RECEIPT, ROUND_ID, STATUS,
     STEP, SUM, VERSION, VOTE, WELCOME, Countersignature, Decline, EnrolledNode, Hello,
-    LedgerRequest, Price, Proposal, Receipt, RoundAnswer, RoundId, RoundOffer, RunState,
+    Price, Proposal, Receipt, RoundAnswer, RoundId, RoundOffer, RunState,
     SignedHead, Stage, Status, Step, SummedUpdates, TaskDescription, Terms, Vote, Welcome,
     decode_answer, digest_of, encode_answer, enrolment_digest, model_of, sum_to_send, update_of,
 )

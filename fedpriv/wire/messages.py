@@ -138,14 +138,6 @@ def enrolment_digest(nodes: Iterable[EnrolledNode]) -> str:
 
 
 @dataclass(frozen=True)
-class LedgerRequest(Checked):
-    """A request for the records of the ledger after a head that the node has verified."""
-
-    count: Annotated[int, codec.below(63)] = 0
-    hash: Annotated[str, codec.length(0, 64)] = ""  # empty: for all records
-
-
-@dataclass(frozen=True)
 class RoundId(Checked):
     """One attempt at a round of a run."""
 
@@ -171,21 +163,11 @@ class Price(Checked):
         event, schedule = self.event, self.event.sampling.schedule
         require(event.count == 1, f"the event has count {event.count}; it must be 1")
         require(event.selection is None, "the event is a whole search; it must be one of rounds")
-        n = self.population
+        n = self.event.sampling.population
         require(n < 2**63, f"population is {n}; it must be from 1 to 2^63 - 1")
         rounds = 1 if schedule is None else schedule.rounds
         condition = f"it must be below {rounds}, the rounds of its event"
         require(self.part < rounds, f"part is {self.part}; {condition}")
-
-    @property
-    def population(self) -> int:
-        """N, the number of enrolled users."""
-        return self.event.sampling.population
-
-    @property
-    def noise_multiplier(self) -> float:
-        """z of the whole round."""
-        return self.event.noise_multiplier
 
 
 @dataclass(frozen=True)
@@ -286,7 +268,7 @@ class RoundOffer(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_positions(self.users, self.price.population)
+        _check_positions(self.users, self.price.event.sampling.population)
         names = [member.node for member in self.roster]
         require(names == sorted(set(names)), "the roster is not sorted by distinct names")
         if (secure := self.price.event.secure_sum) is not None:
@@ -437,6 +419,12 @@ class Status(Checked):
     state: RunState
 
 
+def _head_of(count: int, hash: str) -> Head | None:  # noqa: A002 - as the message names it
+    """Return the head after which records are asked for; None: all."""
+    require(count < 2**63, f"count is {count}; it must be below 2^63")
+    return Head(count, hash) if hash else None
+
+
 def _encode_options(options: Mapping[str, object]) -> str:
     text = json.dumps(dict(options), allow_nan=False)
     if json.loads(text) != options:  # JSON changes tuples, and keys that are numbers
@@ -505,7 +493,7 @@ TASK = Codec(TaskDescription, pb.Task, "a task", _TASK_FIELDS, {"options": _LONG
 _ENROLLED = Codec(EnrolledNode, pb.EnrolledNode, "an enrolled node")
 _WELCOME_FIELDS: FieldCodecs = {"users": _POSITIONS, "task": TASK, "nodes": list_of(_ENROLLED)}
 WELCOME = Codec(Welcome, pb.Welcome, "a welcome", _WELCOME_FIELDS, {"users": codec.MAX_USERS})
-LEDGER_REQUEST = Codec(LedgerRequest, pb.LedgerRequest, "a request for the ledger")
+LEDGER_REQUEST = Codec(_head_of, pb.LedgerRequest, "a request for the ledger")
 ROUND_ID = Codec(RoundId, pb.RoundId, "the name of a round")
 _EVENT = FieldCodec(
     lambda event: _checked_marks(event_text(event)), lambda text: event_from(_checked_marks(text))

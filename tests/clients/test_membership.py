@@ -37,7 +37,6 @@ from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import PartialSum
-from fedpriv.server.certificates import issue
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import (
     ROUND_ID,
@@ -52,6 +51,7 @@ from fedpriv.wire import (
     naming,
 )
 from fedpriv.wire import federation_pb2 as pb
+from simulations.loopback import issue
 from tests.clients.tiny_server import (
     NODE,
     PARAMETERS,
@@ -837,7 +837,9 @@ def test_a_task_is_built_once_its_purpose_is_one_that_the_node_consents_to(
             await tiny.propose()
             assert "this node consents to" in (await tiny.votes.get()).objection
             own = np.array([3])
-            tiny.welcome = said(Welcome("people", PRICE.population, own, TASK, "research"))
+            tiny.welcome = said(
+                Welcome("people", PRICE.event.sampling.population, own, TASK, "research")
+            )
             await tiny.script.put((grpc.StatusCode.UNAVAILABLE, "later"))
             await happens(lambda: bool(scene.player.prepared) and tiny.connected == 1)
             await tiny.propose()
@@ -917,7 +919,7 @@ def test_a_task_that_cannot_be_built_is_waited_out(
 
 
 def named(population: str) -> Said:
-    return said(Welcome(population, PRICE.population, np.array([3]), TASK))
+    return said(Welcome(population, PRICE.event.sampling.population, np.array([3]), TASK))
 
 
 @pytest.mark.parametrize("verify_ledger", [False, True])
@@ -1093,7 +1095,7 @@ def test_one_vote_waits_for_a_server_that_proposes_and_reads_nothing(
     async def connect(
         _: FederationStub, __: Hello, votes: asyncio.Queue[Vote]
     ) -> AsyncIterator[Welcome | Proposal]:
-        yield Welcome("people", PRICE.population, np.array([3]), TASK)
+        yield Welcome("people", PRICE.event.sampling.population, np.array([3]), TASK)
         for number in range(20):
             proposal = Proposal.of(make_offer(number)[0], PRICE)
             yield proposal
@@ -1199,7 +1201,7 @@ def test_no_user_is_asked_more_often_than_is_charged_whatever_position_it_is_giv
     play: Callable[[Act], None], ledger: Ledger, caplog: pytest.LogCaptureFixture
 ) -> None:
     parts = 4
-    population, relation = PRICE.population, NeighbouringRelation.ADD_OR_REMOVE_ONE
+    population, relation = PRICE.event.sampling.population, NeighbouringRelation.ADD_OR_REMOVE_ONE
     sampling = SamplingEvent(
         SamplingPolicy.RANDOM_ALLOCATION, 1 / parts, population, relation, Schedule(parts, 1)
     )

@@ -15,9 +15,9 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.ledger import Head
 from fedpriv.ledger.events import SecureSum
 from fedpriv.secure_sums.protocol import KeyPair
-from fedpriv.server.certificates import issue
 from fedpriv.wire import Countersignature, RoundOffer, Stage, Step
 from fedpriv.wire.naming import binding_of, countersigned
+from simulations.loopback import issue
 from tests.clients.secure_world import USERS, World, contribution_of
 
 ROUNDED_NOISE = secure.rounded_noise

@@ -51,6 +51,7 @@ from fedpriv.wire.naming import (
     load_certificate,
     signed_head,
 )
+from simulations.loopback import issue
 from tests.server.loopback import PATIENCE, POPULATION_ID, site, until
 
 PARAMETERS = {"w": np.ones((2, 3), np.float32)}
@@ -407,7 +408,7 @@ def of_a_stranger(world: World, offer: RoundOffer) -> RoundOffer:
     folder = world.folder / "others"
     if not folder.exists():
         certificates.init(folder, ["localhost"])
-        certificates.issue(folder, "b")
+        issue(folder, "b")
     who = identity_of(folder / "nodes" / "b", None)
     return replace(offer, roster=(offer.roster[0], signed_by(world, offer, who, offer.head)))
 

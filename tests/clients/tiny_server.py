@@ -17,7 +17,7 @@ from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.ledger import Head, Ledger
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.server.certificates import init, issue
+from fedpriv.server.certificates import init
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import (
     OFFER,
@@ -39,6 +39,7 @@ from fedpriv.wire import (
     pieces,
 )
 from fedpriv.wire import federation_pb2 as pb
+from simulations.loopback import issue
 
 NODE = "hospital ä-1"
 PATIENCE = 60.0  # seconds that a test waits for something that must happen
@@ -76,7 +77,9 @@ class TinyServer:
 
     def __init__(self, users: Iterable[int] = (3,), task: TaskDescription = TASK) -> None:
         positions = np.array(sorted(users), np.int64)
-        self.welcome: Said = said(Welcome("people", PRICE.population, positions, task))
+        self.welcome: Said = said(
+            Welcome("people", PRICE.event.sampling.population, positions, task)
+        )
         self.script: asyncio.Queue[Said] = asyncio.Queue()
         self.model: list[Said] = []
         self.ledger: list[Said] | Ledger = []

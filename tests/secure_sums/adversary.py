@@ -17,7 +17,7 @@ import numpy.typing as npt
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.noise import words
 from fedpriv.secure_sums import protocol
-from fedpriv.secure_sums.parameters import Graph
+from fedpriv.secure_sums.parameters import threshold_of
 from fedpriv.secure_sums.protocol import Uploaded
 from tests.secure_sums.world import Vector, World
 
@@ -72,7 +72,7 @@ class Coalition:
 
     @cached_property
     def _restored(self) -> dict[tuple[str, bool], bytes | None]:
-        threshold = Graph.of(len(self.at.names), self.at.secure).threshold
+        threshold = threshold_of(self.at.secure)
         secrets = {}
         for owner in set(self.at.names) - self.colluding:
             # Of each sender there may be a share of either secret; its length does not tell.

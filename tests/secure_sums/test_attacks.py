@@ -12,7 +12,7 @@ import pytest
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import SecureSum
 from fedpriv.secure_sums import parameters, protocol
-from fedpriv.secure_sums.parameters import Graph
+from fedpriv.secure_sums.parameters import degree_of, threshold_of
 from fedpriv.secure_sums.protocol import KeyPair, Participant, key_statement, unmasked
 from tests.secure_sums.adversary import Coalition, Upload, relations, uploads_of
 from tests.secure_sums.world import (
@@ -205,7 +205,7 @@ def test_two_lists_of_sharers_isolate_a_node_only_in_a_sparser_graph(
 ) -> None:
     """n = 36, t = 2, d = 3: k = 10 for t + 2d + 1 = 9. With k = 8 the victim's sum is read."""
     if degree:
-        monkeypatch.setattr(Graph, "of", lambda *_: Graph(degree, 3))
+        monkeypatch.setattr(protocol, "degree_of", lambda *_: degree)
     pairs = {f"node-{number:02}": KeyPair.fresh() for number in range(36)}
     at = begun(pairs, SecureSum(36, 2, 3))
     victim = at.names[20]
@@ -229,7 +229,7 @@ def test_a_server_that_drops_chosen_nodes_cuts_the_circle_only_in_a_sparser_grap
 ) -> None:
     """n = 36, t = 4, d = 2: two runs of k/2 = 3 nodes, colluding or dropped, cut off two others."""
     if degree:
-        monkeypatch.setattr(Graph, "of", lambda *_: Graph(degree, 5))
+        monkeypatch.setattr(protocol, "degree_of", lambda *_: degree)
     pairs = {f"node-{number:02}": KeyPair.fresh() for number in range(36)}
     at = begun(pairs, SecureSum(36, 4, 2))
     circle = [at.names[place] for place in parameters._circle(at.roster.digest, 36)]
@@ -252,7 +252,7 @@ def test_a_server_that_drops_chosen_nodes_cuts_the_circle_only_in_a_sparser_grap
 def test_no_lists_read_less_than_the_total_in_a_sparse_graph(n: int, t: int, d: int) -> None:
     """Adversaries that concentrate on a node or on an arc of the circle, and random ones."""
     secure = SecureSum(n, t, d)
-    linked = parameters.neighbours(bytes(32), n, Graph.of(n, secure).degree)
+    linked = parameters.neighbours(bytes(32), n, degree_of(n, secure))
     generator = random.Random(n)
     released = 0
     for _ in range(150):
@@ -450,7 +450,7 @@ def test_the_key_of_a_dropped_node_opens_its_messages_only_if_it_has_no_other(
 @pytest.mark.parametrize(("n", "t", "d"), [(3, 1, 0), (5, 2, 1), (8, 3, 1), (36, 5, 2)])
 def test_colluding_nodes_are_one_share_short_of_every_secret(n: int, t: int, d: int) -> None:
     at = world(n, t, d)
-    threshold = Graph.of(n, at.secure).threshold
+    threshold = threshold_of(at.secure)
     owner = at.names[-1]
     held = list(at.nodes[owner].sealed)[:t]
     texts = {name: at.nodes[name]._text(owner, at.nodes[owner].sealed[name]) for name in held}

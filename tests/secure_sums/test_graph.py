@@ -16,7 +16,13 @@ from scipy import stats
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import SecureSum
-from fedpriv.secure_sums.parameters import MOST_COMPLETE, Graph, _circle, neighbours
+from fedpriv.secure_sums.parameters import (
+    MOST_COMPLETE,
+    _circle,
+    degree_of,
+    neighbours,
+    threshold_of,
+)
 
 
 def is_connected(linked: Sequence[Iterable[int]], gone: set[int]) -> bool:
@@ -41,14 +47,14 @@ def secure_sums(draw: st.DrawFn) -> tuple[int, SecureSum]:
 @given(secure_sums())
 def test_graph_is_secret_and_live_for_every_choice_of_nodes(case: tuple[int, SecureSum]) -> None:
     nodes, secure = case
-    graph = Graph.of(nodes, secure)
+    degree = degree_of(nodes, secure)
     t, d = secure.colluding, secure.dropouts
-    assert t < graph.threshold <= graph.degree - d
-    assert graph.degree == nodes - 1 or (graph.degree % 2 == 0 and graph.degree > t + 2 * d)
+    assert t < threshold_of(secure) <= degree - d
+    assert degree == nodes - 1 or (degree % 2 == 0 and degree > t + 2 * d)
     if nodes <= MOST_COMPLETE:
-        assert graph.degree == nodes - 1
-    elif graph.degree < nodes - 1:
-        assert graph.degree <= t + 2 * d + 2
+        assert degree == nodes - 1
+    elif degree < nodes - 1:
+        assert degree <= t + 2 * d + 2
 
 
 def test_graphs_of_the_documented_sizes() -> None:
@@ -59,14 +65,14 @@ def test_graphs_of_the_documented_sizes() -> None:
     assert len(rows) == 3
     for n, t, d, degree, threshold, noise in rows:
         secure = SecureSum(int(n), int(t), int(d))
-        assert Graph.of(int(n), secure) == Graph(int(degree), int(threshold))
+        assert (degree_of(int(n), secure), threshold_of(secure)) == (int(degree), int(threshold))
         assert float(noise) == round(math.sqrt(int(n) / secure.sharing(int(n))), 2)
-    assert Graph.of(1000, SecureSum(1000, 100, 50)) == Graph(202, 101)
-    assert Graph.of(100, SecureSum(100, 33, 33)) == Graph(99, 34)  # complete: 100 would be needed
+    assert degree_of(1000, SecureSum(1000, 100, 50)) == 202
+    assert degree_of(100, SecureSum(100, 33, 33)) == 99  # complete: 100 would be needed
     with pytest.raises(
         InvalidValueError, match="roster has 99 nodes; the round needs at least 100"
     ):
-        Graph.of(99, SecureSum(100, 10, 10))
+        degree_of(99, SecureSum(100, 10, 10))
 
 
 @pytest.mark.parametrize(("nodes", "degree"), [(7, 2), (9, 4), (11, 4), (12, 6), (11, 8), (6, 5)])
@@ -90,7 +96,7 @@ def test_graph_stays_connected_without_any_nodes_but_as_many_as_neighbours(
 def test_graph_of_a_round_stays_connected_without_the_colluding_and_twice_the_drop_outs(
     n: int, t: int, d: int
 ) -> None:
-    linked = neighbours(sha256(b"roster").digest(), n, Graph.of(n, SecureSum(n, t, d)).degree)
+    linked = neighbours(sha256(b"roster").digest(), n, degree_of(n, SecureSum(n, t, d)))
     generator = random.Random(n)
     for victim in range(n):  # its neighbours first, then any
         others = [node for node in range(n) if node not in (victim, *linked[victim])]

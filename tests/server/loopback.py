@@ -36,6 +36,7 @@ from fedpriv.training.request import RoundRequest
 from fedpriv.wire import RunState, Status, TaskDescription, Welcome
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import Address, fingerprint_of
+from simulations.loopback import issue
 from tests.wire.stub import FederationStub
 
 PRICE = wire.Price(poisson_gaussian(0.5, 1.0, population=1000), 0, 2.0, 1e-6, 0)
@@ -139,7 +140,7 @@ def site(
     certs = folder / "certs"
     certificates.init(certs, ["localhost", "127.0.0.1"])
     for node in users:
-        certificates.issue(certs, node)
+        issue(certs, node)
     identify = by_certificate(EnrolledCertificates(enrol(certs, users)))
     rates = RateLimit(calls_per_minute)
     with serving(

@@ -82,8 +82,11 @@ def test_a_price_is_that_of_the_round_and_of_all_before_it(tmp_path: Path) -> No
         request = open_round(plan, initial_state(plan, PARAMETERS), 0, OperatingSystemEntropy())
         for spent in range(3):
             price = price_of(request)
-            assert (price.event.sampling.sampling_probability, price.population) == (0.5, 20)
-            assert 1.0 <= price.noise_multiplier < 1.0 + 1e-9  # what is charged rounds up
+            assert (price.event.sampling.sampling_probability, price.event.sampling.population) == (
+                0.5,
+                20,
+            )
+            assert 1.0 <= price.event.noise_multiplier < 1.0 + 1e-9  # what is charged rounds up
             assert (price.epsilon_after, price.delta) == (spent + 1.0, 1e-5)
             charge(plan, records, spent)
 
@@ -93,7 +96,7 @@ def test_with_adaptive_clipping_the_price_is_what_the_round_will_charge(tmp_path
     with open_records(tmp_path) as records:
         request = open_round(plan, initial_state(plan, PARAMETERS), 0, OperatingSystemEntropy())
         price = prices(plan, records, Randomness.OPERATING_SYSTEM)(request)
-    assert price.noise_multiplier == plan.mechanism.event.noise_multiplier
+    assert price.event.noise_multiplier == plan.mechanism.event.noise_multiplier
 
 
 @pytest.mark.parametrize("entropy", [OperatingSystemEntropy(), SeededEntropy(1)])

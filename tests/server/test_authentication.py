@@ -23,6 +23,7 @@ from fedpriv.server.enrolment import EnrolledCertificates
 from fedpriv.server.service import Service
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import NODE_KEY
+from simulations.loopback import issue
 from tests.server.hostile_nodes import CALLS, SERVICE, Outcome, one
 from tests.server.loopback import Site, channel_to, enrol, serving, site, strike, until
 from tests.wire.stub import FederationStub
@@ -97,12 +98,12 @@ def admitted(made: Site, node: str, entered: list[tuple[str, str]]) -> None:
 
 def of_another_authority(made: Site, folder: Path) -> Path:
     certificates.init(folder / "other", ["localhost"])
-    return certificates.issue(folder / "other", "four").folder
+    return issue(folder / "other", "four").folder
 
 
 def issued(made: Site, **validity: object) -> Path:
     """Another certificate of a node, in place of the one it had."""
-    certificates.issue(made.certs, "four", **validity)
+    issue(made.certs, "four", **validity)
     enrol(made.certs, USERS)
     return made.certs / "nodes" / "four"
 
@@ -149,17 +150,17 @@ def test_without_a_valid_certificate_nothing_is_reached(
 
 
 def not_enrolled(made: Site) -> Path:
-    return certificates.issue(made.certs, "stranger").folder
+    return issue(made.certs, "stranger").folder
 
 
 def added_while_it_runs(made: Site) -> Path:
-    bundle = certificates.issue(made.certs, "stranger").folder
+    bundle = issue(made.certs, "stranger").folder
     enrol(made.certs, {**USERS, "stranger": ["7"]})
     return bundle
 
 
 def another_certificate(made: Site) -> Path:
-    return certificates.issue(made.certs, "four").folder
+    return issue(made.certs, "four").folder
 
 
 def struck_off(made: Site) -> Path:
@@ -261,7 +262,7 @@ def limited(folder: Path, rates: RateLimit) -> Iterator[Site]:
     certs = folder / "certs"
     certificates.init(certs, ["localhost"])
     for node in USERS:
-        certificates.issue(certs, node)
+        issue(certs, node)
     identify = by_certificate(EnrolledCertificates(enrol(certs, USERS)))
     with serving(certs, USERS, identify, tls_context(certs / "server"), rates=rates) as made:
         yield made

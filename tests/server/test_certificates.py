@@ -22,13 +22,10 @@ from hypothesis import strategies as st
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.server import certificates
-from fedpriv.server.certificates import init, issue, load_ca, sign
-from fedpriv.server.enrolment import (
-    CertificateError,
-    EnrolledCertificates,
-    Enrolment,
-)
+from fedpriv.server.certificates import init, load_ca, sign
+from fedpriv.server.enrolment import EnrolledCertificates, Enrolment, UnknownPeerError
 from fedpriv.wire.naming import check_node_name, fingerprint_of
+from simulations.loopback import issue
 
 NOW = datetime.now(UTC) + timedelta(hours=1)  # after what these tests issue
 DAY = timedelta(days=1)
@@ -107,7 +104,7 @@ def enrol(folder: Path, **certificates: str) -> EnrolledCertificates:
 
 
 def refusal_of(certificates: EnrolledCertificates, pem: bytes, now: datetime = NOW) -> str:
-    with pytest.raises(CertificateError) as caught:
+    with pytest.raises(UnknownPeerError) as caught:
         certificates.node_of(pem, now)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -219,7 +216,10 @@ def test_another_version_and_a_subject_that_is_no_text_are_refused(
 ) -> None:
     issued = issue(folder, "n")
     pem = damaged(issued.folder / "node.pem", good, bad)
-    assert refusal_of(enrol(folder, n=issued.fingerprint), pem) == "it cannot be parsed"
+    assert (
+        refusal_of(enrol(folder, n=issued.fingerprint), pem)
+        == "the certificate is refused: it cannot be parsed"
+    )
 
 
 def test_a_request_of_another_version_is_refused(folder: Path) -> None:
@@ -322,7 +322,7 @@ def served(folder: Path) -> Iterator[int]:
         (pem,) = context.auth_context()["x509_pem_cert"]
         try:
             return certificates.node_of(pem, datetime.now(UTC)).encode()
-        except CertificateError as error:
+        except UnknownPeerError as error:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
 
     pair = tuple((folder / "server" / f"server.{kind}").read_bytes() for kind in ("key", "pem"))

@@ -26,6 +26,7 @@ from fedpriv.experiment.config import FederationSection
 from fedpriv.server import certificates
 from fedpriv.server.authentication import by_declaration, endpoint_of
 from fedpriv.wire.naming import Address
+from simulations.loopback import issue
 from tests.server.hostile_nodes import CALLS
 from tests.server.loopback import channel_to, enrol, serving, strike, write_enrolment
 
@@ -36,7 +37,7 @@ USERS = {"four": ["4"], "five": ["5"]}
 def certs(tmp_path: Path) -> Path:
     certificates.init(tmp_path / "certs", ["localhost"])
     for node in USERS:
-        certificates.issue(tmp_path / "certs", node)
+        issue(tmp_path / "certs", node)
     enrol(tmp_path / "certs", USERS)
     return tmp_path / "certs"
 

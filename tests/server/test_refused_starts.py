@@ -13,6 +13,7 @@ from fedpriv import cli
 from fedpriv.errors import DataError, InvalidValueError, RunError, WireError
 from fedpriv.server import certificates, deployment, service
 from fedpriv.server.deployment import serve
+from simulations.loopback import issue
 from tests.support.test_disk import PASSING, STAYING
 
 EXPERIMENT = """
@@ -92,7 +93,7 @@ def test_a_key_that_is_not_of_the_servers_certificate(experiment: Path) -> None:
     certs = experiment.parent / "certs"
     certificates.init(certs, ["localhost"])
     fingerprint, key = (
-        certificates.issue(certs, "a").fingerprint,
+        issue(certs, "a").fingerprint,
         certs / "nodes" / "a" / "node.key",
     )
     (certs / "server" / "server.key").write_bytes(key.read_bytes())

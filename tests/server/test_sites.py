@@ -28,6 +28,7 @@ from fedpriv.server.monitoring import SERVER, STRANGER, Metrics, Sites
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import Decline, naming
 from fedpriv.wire import federation_pb2 as pb
+from simulations.loopback import issue
 from tests.server.loopback import (
     PATIENCE,
     POPULATION_ID,
@@ -218,7 +219,7 @@ def test_a_node_that_calls_too_often_and_one_that_is_struck_off_are_named(
         strike(made.certs, "ward")
         with made.channel("ward") as channel, pytest.raises(grpc.RpcError, match="status 401"):
             channel.unary_unary("/fedpriv.v1.Federation/GetStatus")(b"", timeout=30.0)
-        certificates.issue(made.certs, "visitor")
+        issue(made.certs, "visitor")
         with made.channel("visitor") as channel, pytest.raises(grpc.RpcError, match="status 401"):
             channel.unary_unary("/fedpriv.v1.Federation/GetStatus")(b"", timeout=30.0)
         sites, numbers = table(made), counted(made)
@@ -280,7 +281,7 @@ def test_a_certificate_is_warned_of_before_its_end_and_after(
     begin = datetime.now(UTC) - timedelta(minutes=1)
     ends = {"ward": timedelta(days=10), "four": timedelta(seconds=5), "silo": timedelta(days=365)}
     for node, end in ends.items():
-        certificates.issue(certs, node, begin=begin, lifetime=timedelta(minutes=1) + end)
+        issue(certs, node, begin=begin, lifetime=timedelta(minutes=1) + end)
     identify = by_certificate(EnrolledCertificates(enrol(certs, USERS)))
     with serving(certs, USERS, identify, tls_context(certs / "server")) as made:
         sites = made.server.service.sites

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from fedpriv import wire
-from fedpriv.server import certificates, service
+from fedpriv.server import service
 from fedpriv.server.collection import Ballot
 from fedpriv.training.request import RoundRequest
 from fedpriv.wire import federation_pb2 as pb
+from simulations.loopback import issue
 from tests.server.hostile_nodes import PATIENCE, SERVICE
 from tests.server.loopback import (
     PRICE,
@@ -57,7 +58,7 @@ def stolen(made: Site, node: str) -> Iterator[grpc.Channel]:
 
 
 def replace_certificate(made: Site, node: str) -> None:
-    table, issued = enrolled(made), certificates.issue(made.certs, node)
+    table, issued = enrolled(made), issue(made.certs, node)
     table[node]["certificate"] = issued.fingerprint
     write_enrolment(made.certs, table)
 

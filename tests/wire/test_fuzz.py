@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from fedpriv import wire
 from fedpriv.accounting.policies import separated_gaussian
 from fedpriv.errors import WireError
-from fedpriv.ledger import NeighbouringRelation
+from fedpriv.ledger import Head, NeighbouringRelation
 from fedpriv.wire import Assembler, Decline, RoundAnswer, SummedUpdates
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.codec import LAYOUT as LAYOUT_CODEC
@@ -71,7 +71,7 @@ CASES: dict[str, tuple[Callable[[Message], object], Message]] = {
     "hello": (wire.HELLO.decode, wire.HELLO.encode(wire.Hello("node", bytes(32)))),
     "ledger": (
         wire.LEDGER_REQUEST.decode,
-        wire.LEDGER_REQUEST.encode(wire.LedgerRequest(3, "0f" * 32)),
+        wire.LEDGER_REQUEST.encode(Head(3, "0f" * 32)),
     ),
     "receipt": (wire.RECEIPT.decode, wire.RECEIPT.encode(wire.Receipt(True))),
     "welcome": (wire.WELCOME.decode, wire.WELCOME.encode(small_welcome())),
