@@ -125,6 +125,7 @@ class Front:
     ) -> None:
         self._authentication, self._tls, self._most = authentication, tls, most
         self.inner = Path()  # of the socket where gRPC listens
+        self.refused = False  # whether gRPC has refused a connection there
         self._count = 0
         self._turn = asyncio.Lock()  # to advance a handshake
         self._connections: dict[asyncio.Task[None], None] = {}
@@ -235,6 +236,8 @@ class Front:
                 async with asyncio.TaskGroup() as ways:
                     ways.create_task(self._inward(outer, inner, peer, sent))
                     ways.create_task(self._outward(outer, inner, peer, sent))
+            except* (ConnectionRefusedError, FileNotFoundError):
+                self.refused = True
             except* OSError:
                 pass  # one side has ended the connection
             finally:

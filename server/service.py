@@ -547,7 +547,7 @@ def listening(service: Service, address: Address, tls: ssl.SSLContext | None) ->
             started.set_result(Listener(bound, service, loop))
             stopping = loop.run_in_executor(None, stop.wait)
             while not (await asyncio.wait({stopping}, timeout=_WATCH_SECONDS))[0]:
-                if not await _accepts(front.inner):
+                if front.refused:  # grpcio 1.85 stops listening if a method's name is not UTF-8
                     _log.error("gRPC stopped listening; the server begins it again")
                     await server.stop(None)  # ends all calls; nodes connect again
                     server = await _begun(service, front, path)
@@ -578,7 +578,7 @@ async def _begun(service: Service, front: Front, folder: Path) -> grpc.aio.Serve
     """Start a gRPC server behind the front, at a new socket in the folder."""
     server = grpc.aio.server(options=OPTIONS)
     server.add_generic_rpc_handlers([_generic_handler(service)])
-    front.inner = folder / f"grpc-{time.monotonic_ns()}"
+    front.inner, front.refused = folder / f"grpc-{time.monotonic_ns()}", False
     try:
         server.add_insecure_port(f"unix:{front.inner}")
     except RuntimeError as error:
@@ -588,22 +588,6 @@ async def _begun(service: Service, front: Front, folder: Path) -> grpc.aio.Serve
         ) from error
     await server.start()
     return server
-
-
-async def _accepts(path: Path) -> bool:
-    """Return whether gRPC accepts connections at its socket.
-
-    grpcio 1.85 stops listening after a call of a method whose name is not UTF-8.
-    """
-    try:
-        async with asyncio.timeout(_WATCH_SECONDS):
-            _, writer = await asyncio.open_unix_connection(path)
-    except (ConnectionRefusedError, FileNotFoundError):
-        return False
-    except (OSError, TimeoutError):
-        return True  # neither overload nor a lack of descriptors requires a restart
-    writer.close()
-    return True
 
 
 def _generic_handler(service: Service) -> grpc.GenericRpcHandler:
