@@ -21,7 +21,7 @@ from google.protobuf.message import Message
 from fedpriv import wire
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.ledger import Head
-from fedpriv.privacy.layout import Tensors
+from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.privacy.round import PartialSum
 from fedpriv.secure_sums.protocol import MaskedVector
 from fedpriv.wire import Receipt, RoundId, Status, Terms, Vote, Welcome, codec, naming
@@ -208,13 +208,15 @@ class FederationStub:
         if not welcomed:
             raise WireError("the server ends the connection without a welcome")
 
-    async def download(self, round_id: RoundId, model: wire.Manifest) -> Tensors:
-        """Return the tensors of an offered round, read-only."""
-        receiver, request = wire.Receiver(model), wire.ROUND_ID.encode(round_id)
+    async def download(self, round_id: RoundId, model: Layout) -> Tensors:
+        """Return the tensors of an offered round, float32 and read-only."""
+        size, request = codec.FLOAT32.itemsize * model.dimension, wire.ROUND_ID.encode(round_id)
+        assembler = wire.Assembler(size, size)
         async with aclosing(self._responses("Download", request, pb.Chunk)) as chunks:
             async for chunk in chunks:
-                receiver.add(chunk)
-        return receiver.finish()
+                assembler.add(chunk)
+        vector = assembler.finish().view(codec.FLOAT32)
+        return model.unflatten(vector.astype(np.float32, copy=False))
 
     async def upload(self, round_id: RoundId, answer: PartialSum | wire.Decline) -> Receipt:
         """Answer an offer, and return the server's receipt."""

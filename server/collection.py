@@ -22,20 +22,19 @@ import numpy as np
 from fedpriv import wire
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.ledger.events import SecureSum
-from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.round import OpenedSum, PartialSum
 from fedpriv.report.records import Trouble
 from fedpriv.secure_sums.parameters import Grid
 from fedpriv.secure_sums.protocol import Roster, unmasked
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.training.request import RoundRequest
-from fedpriv.wire import RoundId, Stage, Step, naming
+from fedpriv.wire import RoundId, Stage, Step, codec, naming
 from fedpriv.wire import federation_pb2 as pb
 
 _log = logging.getLogger(__name__)
 _MOST_SIGNATURES = 32  # in an offer, about 2 KB each
 # Shares of a round's time after which steps end; in between, users train and nodes upload.
-_SHARED, UPLOADED, _SIGNED, _OPENED = 0.125, 0.75, 0.875, 1.0
+_SHARED, _UPLOADED, _SIGNED, _OPENED = 0.125, 0.75, 0.875, 1.0
 Items = Mapping[str, bytes]  # by node
 # Returns the head of the ledger, signed for a proposal; None in plain text.
 SignHead = Callable[[wire.RoundId], wire.SignedHead | None]
@@ -233,6 +232,7 @@ class Collection:
         # Then the nodes of the roster draw their users themselves.
         self.masked = price.event.secure_sum is not None
         # To all drawn users; `offer_to` selects those of a node.
+        seconds *= _UPLOADED if self.masked else 1.0
         offer = wire.RoundOffer.of(request, seconds, price, ballot.id.nonce, roster)
         self.offer = replace(offer, fixed_length=fixed_length, head=ballot.head)
         # Node → its drawn users; secret.
@@ -287,13 +287,11 @@ class Collection:
         """Return whether this repeats an answer whose sum was accepted."""
         return node in self._accepted and self._misfit(node, answer) is None
 
-    def tensors(self, content: wire.SummedUpdates) -> wire.Manifest:
-        """Return the manifest of the sum that follows the header of an answer."""
-        shape, dtype = (self.offer.clipping.layout.dimension,), content.dtype
-        if content.masked:
-            grid = Grid.of(self.offer.price.event, len(self.offer.roster))
-            dtype = grid.dtype.newbyteorder("<")
-        return wire.Manifest(Layout((wire.SUM,), (shape,)), dtype)
+    def dtype_of(self, content: wire.SummedUpdates) -> codec.Number:
+        """Return that of the sum that follows the header of an answer."""
+        if not content.masked:
+            return content.dtype
+        return Grid.of(self.offer.price.event, len(self.offer.roster)).dtype.newbyteorder("<")
 
     def check_sum(self, partial: PartialSum) -> tuple[Trouble, str] | None:
         """Return a flaw of a sum; WireError if its users cannot have contributed it.

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -39,25 +39,11 @@ from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import Run, RunSetup
 from fedpriv.run.terminal import execute, released_text
 from fedpriv.server.authentication import Authentication, Endpoint, RateLimit, endpoint_of
-from fedpriv.server.collection import (
-    UPLOADED,
-    Ballot,
-    Collection,
-    End,
-    Exchange,
-    SecureCollection,
-    SignHead,
-)
+from fedpriv.server.collection import Ballot, Collection, End, Exchange, SecureCollection, SignHead
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.front import listening_sockets
 from fedpriv.server.monitoring import Metrics
-from fedpriv.server.service import (
-    Listener,
-    Service,
-    TransferLimits,
-    check_connections,
-    listening,
-)
+from fedpriv.server.service import Listener, Service, TransferLimits, check_connections, listening
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.request import RoundRequest, Transport
 from fedpriv.training.rounds import OnRound, RoundResult, Stop, checkpoints, load_checkpoint
@@ -154,19 +140,18 @@ class GrpcTransport(Transport):
         collected = listener.call(lambda: self._open_masked(request, secure))
         if collected is None:
             return lambda: None
-        ready = False
-        try:
+        with ExitStack() as unless_ready:
+            unless_ready.callback(listener.call, service.close_round)
             ready = listener.wait(collected.collect())
-        finally:
+            if self._stopping.is_set():
+                raise StoppedError("the server was asked to stop; nothing of the round is released")
             if not ready:
-                listener.call(service.close_round)
-        if self._stopping.is_set():
-            listener.call(service.close_round)
-            raise StoppedError("the server was asked to stop; nothing of the round is released")
+                return lambda: None
+            unless_ready.pop_all()
 
         def opened() -> OpenedSum | None:
             try:
-                return listener.wait(collected.open()) if ready else None
+                return listener.wait(collected.open())
             finally:
                 listener.call(service.close_round)
 
@@ -185,8 +170,7 @@ class GrpcTransport(Transport):
         if ballot is None or secure is None or len(signatures) < secure.nodes:
             return None
         fixed, enrolment, event = section.fixed_length, service.enrolment, ballot.terms.price.event
-        about = request, ballot, signatures, enrolment, UPLOADED * seconds
-        collection = Collection(*about, fixed_length=fixed)
+        collection = Collection(request, ballot, signatures, enrolment, seconds, fixed_length=fixed)
         binding = binding_of(enrolment.population_id, ballot.id, event, ballot.head)
         roster, watch = roster_of(signatures, binding), partial(self._watch, collection)
         times = service.connections, seconds, section.absent_seconds
@@ -416,15 +400,10 @@ def status_at_start(plan: TrainingPlan, budget: PrivacyBudget, enrolment: Enrolm
 def newest_model(folder: RunFolder, task: Task) -> Callable[[], bytes | None]:
     """Return a function that gives the file of the newest released model, or None without one."""
 
-    @lru_cache(maxsize=1)
-    def model_at(path: Path, _metrics_size: int) -> bytes | None:  # metrics state its cost
-        state = load_checkpoint(path).state
-        return released_model(task, state, folder.results()) if state.round else None
-
     def newest() -> bytes | None:
         paths = checkpoints(folder.checkpoints)
-        size = folder.metrics.stat().st_size if folder.metrics.exists() else 0
-        return model_at(paths[-1], size) if paths else None
+        state = load_checkpoint(paths[-1]).state if paths else None
+        return released_model(task, state, folder.results()) if state and state.round else None
 
     return newest
 

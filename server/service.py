@@ -37,7 +37,7 @@ from fedpriv.server.collection import (
     completed,
 )
 from fedpriv.server.front import Front, listening_sockets
-from fedpriv.wire import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, Receiver, parse
+from fedpriv.wire import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, Assembler, parse
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import SERVICE, Address, binding_of, certificate_of
 
@@ -442,15 +442,15 @@ class Service:
         collection: Collection,
     ) -> tuple[PartialSum, tuple[Trouble, str] | None]:
         """Receive and check the sum of an answer; return it and its flaw, if any."""
-        receiver = Receiver(collection.tensors(content))
+        dtype = collection.dtype_of(content)
+        size = dtype.itemsize * collection.offer.clipping.layout.dimension
+        assembler = Assembler(size, size)
         async for part in parts:
-            receiver.add(part.chunk)  # here, since waking a thread would take as long
+            assembler.add(part.chunk)  # here, since waking a thread would take as long
 
         def finished() -> tuple[PartialSum, tuple[Trouble, str] | None]:
-            (total,) = receiver.finish().values()
-            partial = PartialSum(
-                node, content.users, total.astype(np.int64, copy=False), content.weight
-            )
+            total = assembler.finish().view(dtype).astype(np.int64, copy=False)
+            partial = PartialSum(node, content.users, total, content.weight)
             return partial, collection.check_sum(partial)
 
         return await completed(asyncio.to_thread(finished))  # it holds memory until it ends

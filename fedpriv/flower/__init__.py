@@ -3,8 +3,7 @@
 `strategy` makes a Flower app private. It defines all names of this package, which are loaded at
 their first use, because Flower reads its environment variables when it is imported. `ray` is
 `fedpriv simulate --engine flower`: it starts Flower's simulation on Ray, where `grid` distributes
-users among workers, each a ClientApp of `client_app`. `messages` defines the content of all their
-messages.
+users among workers, each a ClientApp. `messages` defines the content of all their messages.
 """
 
 from importlib import import_module

@@ -81,8 +81,7 @@ def simulate_on_ray(
     from flwr.serverapp import ServerApp
 
     from fedpriv.experiment.config import load_config
-    from fedpriv.flower.client_app import app as client_app
-    from fedpriv.flower.grid import GridSimulation
+    from fedpriv.flower.grid import GridSimulation, app
     from fedpriv.report.tables import screen
     from fedpriv.run.run import RunSetup
 
@@ -96,7 +95,7 @@ def simulate_on_ray(
 
     gpus = torch.cuda.device_count() if simulation.experiment.device.type == "cuda" else 0
     try:
-        run_on_ray(server_app, client_app, workers, workers, gpus)
+        run_on_ray(server_app, app, workers, workers, gpus)
     finally:
         stopping.set()
     return runs[0]

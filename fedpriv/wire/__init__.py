@@ -8,8 +8,8 @@ memory by the message or the expected content. A decoder restores the value that
 # isort: off
 # fmt: off
 from fedpriv.wire.codec import (
-    CHUNK_BYTES, NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, UNCOMPRESSED, Assembler, Manifest,
-    Receiver, chunks, parse, pieces,
+    CHUNK_BYTES, NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, UNCOMPRESSED, Assembler, chunks,
+    parse, pieces,
 )
 from fedpriv.wire.messages import (
     COUNTERSIGNATURE, HEAD, HELLO, LEDGER_REQUEST, OFFER, PROPOSAL, RECEIPT, ROUND_ID, STATUS,

@@ -3,7 +3,7 @@
 A `Codec` declares both directions at once: value and message have fields of the same names. The
 annotation of a field declares its legal content, and `Checked` checks it. Limits bound the content
 of each message. Named tensors are a stream of chunks, which holds their components in C order,
-little-endian on every machine; its receiver knows their `Manifest`.
+little-endian on every machine; its receiver knows their layout and type.
 """
 
 import zlib
@@ -272,19 +272,6 @@ class Assembler:
         return self._bytes
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """The tensors of a stream, in its order; all have one dtype."""
-
-    layout: Layout
-    dtype: Number
-
-    @property
-    def size(self) -> int:
-        """Bytes of the stream."""
-        return self.layout.dimension * self.dtype.itemsize
-
-
 def pieces(tensors: Tensors) -> Iterator[memoryview]:
     """Yield the bytes of tensors of one dtype, at most `CHUNK_BYTES` each, as views if possible."""
     for tensor in tensors.values():
@@ -293,25 +280,6 @@ def pieces(tensors: Tensors) -> Iterator[memoryview]:
         for start in range(0, tensor.size, step):
             piece = np.asarray(flat[start : start + step])
             yield piece.astype(piece.dtype.newbyteorder("<"), copy=False).view(np.uint8).data
-
-
-class Receiver:
-    """Assembles tensors from chunks, with the guarantees of `Assembler`."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        self._assembler = Assembler(manifest.size, manifest.size)
-        self.add = self._assembler.add
-
-    def finish(self) -> dict[str, npt.NDArray[np.generic]]:
-        """Return the tensors in the manifest's order, read-only, in this machine's byte order.
-
-        WireError: bytes are missing.
-        """
-        vector = self._assembler.finish().view(self._manifest.dtype)
-        native = vector.astype(vector.dtype.newbyteorder("="), copy=False)
-        native.flags.writeable = False
-        return self._manifest.layout.unflatten(native)
 
 
 def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from fedpriv.training.local import ALGORITHMS
 from fedpriv.training.request import CONTROL_PREFIX, LocalTraining, RoundRequest
 from fedpriv.wire import codec
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.codec import Checked, Codec, FieldCodec, FieldCodecs, Legal, Manifest, list_of
+from fedpriv.wire.codec import Checked, Codec, FieldCodec, FieldCodecs, Legal, list_of
 
 VERSION = 1  # of the protocol
 SUM = "sum"  # name of the vector that is the sum of users' contributions
@@ -292,11 +292,11 @@ class RoundOffer(Checked):
         key, metrics = request.local_key, request.metrics
         return cls(round_id, seconds, users, clipping, local, key, metrics, price, roster)
 
-    def model(self, statistics: Layout) -> Manifest:
-        """Return the tensors of `model_of` the request, for a task with these statistics."""
+    def model(self, statistics: Layout) -> Layout:
+        """Return that of `model_of` the request, for a task with these statistics."""
         kept = dict(zip(statistics.names, statistics.shapes, strict=True))
         shapes = {**update_of(self), **kept}
-        return Manifest(Layout(tuple(shapes), tuple(shapes.values())), codec.FLOAT32)
+        return Layout(tuple(shapes), tuple(shapes.values()))
 
     def request(self, tensors: Tensors) -> RoundRequest:
         """Return the offered request, given the tensors of `model`."""

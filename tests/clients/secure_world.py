@@ -31,7 +31,6 @@ from fedpriv.server.collection import Ballot, Collection, SecureCollection
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import (
-    Manifest,
     Price,
     Proposal,
     Receipt,
@@ -311,7 +310,7 @@ class _Server:
         """How long to wait for nodes, as `Connections` say."""
         return 0.002 * bool(set(waiting) - self.gone)
 
-    async def download(self, _: RoundId, _model: Manifest) -> dict[str, np.ndarray]:
+    async def download(self, _: RoundId, _model: Layout) -> dict[str, np.ndarray]:
         return PARAMETERS
 
     async def upload(self, name: str, _: RoundId, masked: np.ndarray) -> Receipt:

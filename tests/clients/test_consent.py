@@ -492,7 +492,7 @@ class TestTensors:
         task = built(small_request().parameters, {"bn.mean": np.zeros(2, np.float32)})
         proposal, offer = asked(small_request())
         assert unlike(task, proposal) is unlike(task, offer) is None
-        assert offer.model(task.statistics).layout.names == ("w", "b", "bn.mean")
+        assert offer.model(task.statistics).names == ("w", "b", "bn.mean")
 
     @pytest.mark.parametrize(("size", "allowed"), [(3, False), (2**20, False), (2**21, True)])
     def test_a_round_measures_at_most_as_much_as_it_trains(self, size, allowed):

@@ -34,7 +34,6 @@ from fedpriv.wire import (
     pieces,
 )
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.codec import FLOAT32, Manifest
 from tests.clients.tiny_server import (
     PATIENCE,
     Said,
@@ -91,11 +90,11 @@ def saying(*messages: Said, welcome: bool = True) -> TinyServer:
     return tiny
 
 
-def large_model(megabytes: int) -> tuple[Manifest, dict[str, np.ndarray]]:
+def large_model(megabytes: int) -> tuple[Layout, dict[str, np.ndarray]]:
     """A model in several chunks."""
     rng = np.random.default_rng(0)
     tensors = {"w": rng.standard_normal((megabytes, 250, 1000)).astype(np.float32)}
-    return Manifest(Layout.of(tensors), FLOAT32), tensors
+    return Layout.of(tensors), tensors
 
 
 # Connect
@@ -161,9 +160,9 @@ def test_a_connection_that_is_cancelled_ends_at_the_server_too() -> None:
 
 @pytest.mark.parametrize("megabytes", [1, 5])
 def test_a_model_arrives_as_it_is(megabytes: int) -> None:
-    manifest, tensors = large_model(megabytes)
+    layout, tensors = large_model(megabytes)
     tiny = sending(model=list(chunks(pieces(tensors))))
-    model = ask(tiny, lambda stub: stub.download(ID, manifest))
+    model = ask(tiny, lambda stub: stub.download(ID, layout))
     assert list(model) == ["w"]
     assert model["w"].dtype == np.float32
     np.testing.assert_array_equal(model["w"], tensors["w"])
@@ -187,18 +186,18 @@ def hostile_models() -> dict[str, list[Said]]:
 
 @pytest.mark.parametrize("reason", hostile_models())
 def test_what_is_not_the_declared_model_is_refused(reason: str) -> None:
-    manifest, _ = large_model(3)
+    layout, _ = large_model(3)
     tiny = sending(model=hostile_models()[reason])
     with pytest.raises(WireError, match=reason):
-        ask(tiny, lambda stub: stub.download(ID, manifest))
+        ask(tiny, lambda stub: stub.download(ID, layout))
 
 
 def test_a_model_takes_no_more_memory_than_was_declared() -> None:
     """A server that sends on and on is not listened to."""
-    manifest = make_offer()[0].model(Layout((), ()))
+    layout = make_offer()[0].model(Layout((), ()))
     tiny = sending(model=[chunk for _ in range(64) for chunk in make_offer()[1]])
     with pytest.raises(WireError, match="follows after all"):
-        ask(tiny, lambda stub: stub.download(ID, manifest))
+        ask(tiny, lambda stub: stub.download(ID, layout))
 
 
 # Upload
@@ -370,11 +369,11 @@ def test_whatever_a_server_sends_is_a_value_or_a_wire_error(data: list[bytes]) -
         tiny = saying(*data, None, welcome=False)
         tiny.model, tiny.ledger, tiny.status = list(data), list(data), data[0]
         tiny.receipts = [data[0]]
-        manifest = make_offer()[0].model(Layout((), ()))
+        layout = make_offer()[0].model(Layout((), ()))
         async with connected(tiny) as stub:
             for call in (
                 lambda: heard(stub),
-                lambda: stub.download(ID, manifest),
+                lambda: stub.download(ID, layout),
                 stub.fetch_ledger,
                 stub.status,
                 lambda: stub.upload(ID, Decline("no")),

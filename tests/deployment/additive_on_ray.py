@@ -12,8 +12,8 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedpriv.experiment.config import parse_config
-from fedpriv.flower.client_app import app as client_app
 from fedpriv.flower.grid import GridTransport, introduced_workers
+from fedpriv.flower.grid import app as client_app
 from fedpriv.flower.ray import run_on_ray
 from tests.isolation import (
     LOCALS,

@@ -9,7 +9,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedpriv.flower.client_app import app as client_app
+from fedpriv.flower.grid import app as client_app
 
 App = Callable[[Message, Context], Message]
 _TURN = threading.Lock()

@@ -23,8 +23,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.errors import StoppedError, WorkerError
 from fedpriv.experiment.config import parse_config
 from fedpriv.flower import messages as flower_messages
-from fedpriv.flower.client_app import respond
-from fedpriv.flower.grid import GridTransport, introduced_workers
+from fedpriv.flower.grid import GridTransport, introduced_workers, respond
 from fedpriv.privacy.round import PartialSum
 from fedpriv.training.request import RoundRequest, Transport
 from tests.engine.everyone import torch_threads

@@ -37,7 +37,7 @@ from fedpriv.wire import RunState, Status, TaskDescription, Welcome
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import Address, fingerprint_of
 from simulations.loopback import issue
-from tests.wire.stub import FederationStub
+from tests.wire.stub import FederationStub, received
 
 PRICE = wire.Price(poisson_gaussian(0.5, 1.0, population=1000), 0, 2.0, 1e-6, 0)
 PATIENCE = FederationSection(
@@ -237,10 +237,8 @@ class TestNode:
                 self.receipts.append(wire.RECEIPT.decode(self.stub.Upload(iter(parts))))
 
     def download(self, offer: wire.RoundOffer) -> dict[str, np.ndarray]:
-        receiver = wire.Receiver(offer.model(Layout((), ())))
-        for chunk in self.stub.Download(wire.ROUND_ID.encode(offer.id)):
-            receiver.add(chunk)
-        return receiver.finish()
+        chunks = self.stub.Download(wire.ROUND_ID.encode(offer.id))
+        return received(offer.model(Layout((), ())), chunks)
 
     def close(self) -> None:
         self.channel.close()

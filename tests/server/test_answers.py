@@ -340,17 +340,17 @@ def test_no_more_sums_are_in_memory_than_there_are_places(
 ) -> None:
     lock, open_now, most, alive = threading.Lock(), [0], [0], [0]
 
-    class Counted(wire.Receiver):
+    class Counted(wire.Assembler):
         """Open from its first chunk to its last; a thread that is done may hold it a bit longer."""
 
-        def __init__(self, manifest: wire.Manifest) -> None:
-            super().__init__(manifest)
+        def __init__(self, size: int, most: int) -> None:
+            super().__init__(size, most)
             with lock:
                 alive[0] += 1
                 open_now[0] += 1
                 most[0] = max(most[0], open_now[0])
 
-        def finish(self) -> dict[str, np.ndarray]:
+        def finish(self) -> np.ndarray:
             with lock:
                 open_now[0] -= 1
             return super().finish()
@@ -359,7 +359,7 @@ def test_no_more_sums_are_in_memory_than_there_are_places(
             with lock:
                 alive[0] -= 1
 
-    monkeypatch.setattr(service_module, "Receiver", Counted)
+    monkeypatch.setattr(service_module, "Assembler", Counted)
     users = list(range(2, 22))
     with (
         nodes(patient, dict.fromkeys(MANY, honest)) as made,

@@ -21,6 +21,7 @@ from fedpriv.server.enrolment import Enrolment
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import Decline, RoundAnswer, SummedUpdates
 from fedpriv.wire import federation_pb2 as pb
+from tests.wire.stub import received
 
 PARAMETERS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}
 LAYOUT = Layout.of(PARAMETERS)
@@ -82,10 +83,9 @@ def test_the_model_is_the_one_that_was_offered_however_often_it_is_read() -> Non
     async def scene() -> None:
         it = collecting([4])
         for _ in range(2):
-            receiver = wire.Receiver(it.offer_to("four").model(Layout((), ())))
-            for chunk in it.model_chunks:
-                receiver.add(pb.Chunk.FromString(chunk))
-            np.testing.assert_array_equal(receiver.finish()["w"], PARAMETERS["w"])
+            layout = it.offer_to("four").model(Layout((), ()))
+            model = received(layout, map(pb.Chunk.FromString, it.model_chunks))
+            np.testing.assert_array_equal(model["w"], PARAMETERS["w"])
 
     played(scene)
 

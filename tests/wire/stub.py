@@ -1,10 +1,14 @@
-"""Callers of the service's methods, made of what federation.proto says of them."""
+"""Callers of the service's methods, made of federation.proto, and what they get."""
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import grpc
+import numpy as np
 from google.protobuf.message_factory import GetMessageClass
 
+from fedpriv.privacy.layout import Layout
+from fedpriv.wire import Assembler
 from fedpriv.wire import federation_pb2 as pb
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Federation"]
@@ -26,3 +30,13 @@ class FederationStub(SimpleNamespace):
                 GetMessageClass(method.output_type).FromString,
             )
             setattr(self, method.name, call)
+
+
+def received(layout: Layout, stream: Iterable[pb.Chunk], dtype: object = "<f4") -> dict:
+    """The tensors in chunks."""
+    size = np.dtype(dtype).itemsize * layout.dimension
+    assembler = Assembler(size, size)
+    for chunk in stream:
+        assembler.add(chunk)
+    vector = assembler.finish().view(dtype)
+    return layout.unflatten(vector.astype(vector.dtype.newbyteorder("="), copy=False))

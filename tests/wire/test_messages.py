@@ -34,7 +34,7 @@ from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.codec import INT32, INT64, parse
 from fedpriv.wire.messages import LOCAL_TRAINING, model_of
 from fedpriv.wire.messages import PRICE as PRICE_CODEC
-from tests.wire import examples
+from tests.wire import examples, stub
 
 ID = RoundId("r", 3, 1)
 MOST = 2**24
@@ -96,10 +96,9 @@ def test_a_node_gets_the_request_that_the_server_made(request: RoundRequest) -> 
     model = wire.model_of(request)
     offer = RoundOffer.of(request, 1.0, examples.priced(users=2**40))
     offered = wire.OFFER.decode(parse(pb.Offer, wire.OFFER.encode(offer).SerializeToString(), MOST))
-    receiver = wire.Receiver(offered.model(Layout.of(request.statistics)))
-    for chunk in wire.chunks(wire.pieces(model)):
-        receiver.add(chunk)
-    assert examples.same(offered.request(receiver.finish()), request)
+    layout = offered.model(Layout.of(request.statistics))
+    arrived = stub.received(layout, wire.chunks(wire.pieces(model)))
+    assert examples.same(offered.request(arrived), request)
 
 
 def test_a_request_with_control_variates_survives() -> None:
@@ -110,7 +109,7 @@ def test_a_request_with_control_variates_survives() -> None:
     found = wire.OFFER.decode(wire.OFFER.encode(offer)).request(model)
     assert examples.same(found, request)
     assert list(found.control) == ["w", "b"]
-    assert offer.model(Layout.of(request.statistics)).layout == Layout.of(model)
+    assert offer.model(Layout.of(request.statistics)) == Layout.of(model)
 
 
 def test_only_the_rate_of_a_round_and_what_nodes_know_are_sent() -> None:
@@ -141,10 +140,7 @@ def received(partial: PartialSum) -> PartialSum:
     message = wire.encode_answer(RoundAnswer(ID, header)).SerializeToString()
     content = wire.decode_answer(parse(pb.Answer, message, MOST)).content
     layout = Layout((wire.SUM,), (partial.total.shape,))
-    receiver = wire.Receiver(wire.Manifest(layout, content.dtype))
-    for chunk in wire.chunks(wire.pieces(tensors)):
-        receiver.add(chunk)
-    (total,) = receiver.finish().values()
+    (total,) = stub.received(layout, wire.chunks(wire.pieces(tensors)), content.dtype).values()
     return PartialSum("node", content.users, total.astype(np.int64), content.weight)
 
 

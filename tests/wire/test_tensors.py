@@ -11,25 +11,20 @@ from hypothesis.extra import numpy as hnp
 
 from fedpriv.errors import WireError
 from fedpriv.privacy.layout import Layout
-from fedpriv.wire import Manifest, Receiver, chunks, pieces
+from fedpriv.wire import chunks, pieces
 from fedpriv.wire import federation_pb2 as pb
+from fedpriv.wire.codec import LAYOUT as LAYOUT_CODEC
 from fedpriv.wire.codec import (
-    FLOAT32,
-    INT32,
-    INT64,
     MAX_COMPONENTS,
     MAX_TENSORS,
 )
-from fedpriv.wire.codec import LAYOUT as LAYOUT_CODEC
-from tests.wire.examples import LAYOUT, float32s, peak_memory, shapes, words
+from tests.wire.examples import float32s, peak_memory, shapes, words
+from tests.wire.stub import received
 
 
-def received(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def sent_and_received(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     (dtype,) = {tensor.dtype.newbyteorder("<") for tensor in tensors.values()}
-    receiver = Receiver(Manifest(Layout.of(tensors), dtype))
-    for chunk in chunks(pieces(tensors)):
-        receiver.add(chunk)
-    return receiver.finish()
+    return received(Layout.of(tensors), chunks(pieces(tensors)), dtype)
 
 
 @settings(max_examples=100, deadline=None)
@@ -38,7 +33,7 @@ def test_any_float32_tensors_arrive_bit_by_bit(
     data: st.DataObject, named: dict[str, tuple[int, ...]]
 ) -> None:
     sent = {name: data.draw(float32s(shape)) for name, shape in named.items()}
-    got = received(sent)
+    got = sent_and_received(sent)
     assert list(got) == list(sent)
     for name, tensor in sent.items():
         assert got[name].dtype == np.float32
@@ -51,7 +46,7 @@ def test_any_float32_tensors_arrive_bit_by_bit(
 @given(st.data(), st.sampled_from([np.int32, np.int64]), st.integers(0, 9))
 def test_any_vector_of_integers_arrives(data: st.DataObject, dtype: type, size: int) -> None:
     total = data.draw(hnp.arrays(dtype, size))
-    got = received({"sum": total})["sum"]
+    got = sent_and_received({"sum": total})["sum"]
     assert got.dtype == dtype
     np.testing.assert_array_equal(got, total)
 
@@ -73,15 +68,9 @@ def test_tens_of_megabytes_stream_without_a_copy_of_the_whole() -> None:
     large = {"w": np.ones((12, size), np.float32), "t": np.ones((2, size), np.float32).T}
     total = 14 * 4 * size
     with peak_memory() as peak:
-        got = received(large)
+        got = sent_and_received(large)
     assert peak() < total + 8 * 2**20
     assert all(np.array_equal(got[name], large[name]) for name in large)
-
-
-def test_a_manifest_knows_its_size() -> None:
-    assert Manifest(LAYOUT, FLOAT32).size == 4 * (4 + 3)
-    assert Manifest(Layout(("sum",), ((5,),)), INT32).size == 4 * 5
-    assert Manifest(Layout(("sum",), ((5,),)), INT64).size == 8 * 5
 
 
 @pytest.mark.parametrize(
