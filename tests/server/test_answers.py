@@ -343,8 +343,8 @@ def test_no_more_sums_are_in_memory_than_there_are_places(
     class Counted(wire.Assembler):
         """Open from its first chunk to its last; a thread that is done may hold it a bit longer."""
 
-        def __init__(self, size: int, most: int) -> None:
-            super().__init__(size, most)
+        def __init__(self, size: int, limit: int) -> None:
+            super().__init__(size, limit)
             with lock:
                 alive[0] += 1
                 open_now[0] += 1
