@@ -287,11 +287,27 @@ class Collection:
         """Return whether this repeats an answer whose sum was accepted."""
         return node in self._accepted and self._misfit(node, answer) is None
 
-    def dtype_of(self, content: wire.SummedUpdates) -> codec.Number:
+    def assembler(self, content: wire.SummedUpdates) -> wire.Assembler:
         """Return that of the sum that follows the header of an answer."""
+        size = self._dtype_of(content).itemsize * self.offer.clipping.layout.dimension
+        return wire.Assembler(size, size)
+
+    def _dtype_of(self, content: wire.SummedUpdates) -> codec.Number:
         if not content.masked:
             return content.dtype
         return Grid.of(self.offer.price.event, len(self.offer.roster)).dtype.newbyteorder("<")
+
+    async def assembled(
+        self, node: str, content: wire.SummedUpdates, assembler: wire.Assembler
+    ) -> tuple[PartialSum, tuple[Trouble, str] | None]:
+        """Return a node's sum and its flaw, if any; errors as for `check_sum`."""
+
+        def checked() -> tuple[PartialSum, tuple[Trouble, str] | None]:
+            total = assembler.finish().view(self._dtype_of(content)).astype(np.int64, copy=False)
+            partial = PartialSum(node, content.users, total, content.weight)
+            return partial, self.check_sum(partial)
+
+        return await completed(asyncio.to_thread(checked))  # it holds memory until it ends
 
     def check_sum(self, partial: PartialSum) -> tuple[Trouble, str] | None:
         """Return a flaw of a sum; WireError if its users cannot have contributed it.

@@ -17,27 +17,17 @@ from tempfile import TemporaryDirectory
 from typing import Self, TypeAlias, TypeVar
 
 import grpc
-import numpy as np
 from google.protobuf.message import Message
 
 from fedpriv import wire
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.ledger import Head
-from fedpriv.privacy.round import PartialSum
 from fedpriv.report.records import Trouble
 from fedpriv.secure_sums.protocol import PUBLIC_BYTES
 from fedpriv.server.authentication import NODE, Authentication, Context, RefusedCallError
-from fedpriv.server.collection import (
-    Ballot,
-    Collection,
-    Connection,
-    Connections,
-    End,
-    Exchange,
-    completed,
-)
+from fedpriv.server.collection import Ballot, Collection, Connection, Connections, End, Exchange
 from fedpriv.server.front import Front, listening_sockets
-from fedpriv.wire import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, Assembler, parse
+from fedpriv.wire import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, parse
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import SERVICE, Address, binding_of, certificate_of
 
@@ -422,38 +412,19 @@ class Service:
                 return ""
             async with self._uploads.places:
                 async with asyncio.timeout(self.limits.seconds):
-                    received = self._received(node, answer.content, parts, collection)
-                    partial_sum, flaw = await received
+                    assembler = collection.assembler(answer.content)
+                    async for part in parts:
+                        assembler.add(part.chunk)  # here, since waking a thread takes as long
+                    partial, flaw = await collection.assembled(node, answer.content, assembler)
                 self._uploads.excuse(node, limit)  # from here on, nothing waits for the node
                 self.authentication.check(context)
-                if not collection.settle(node, partial_sum):
+                if not collection.settle(node, partial):
                     return _OVER
                 self.sites.answered(node)
                 if flaw is not None:
                     self.sites.trouble(node, *flaw)
                 await collection.until_taken()
                 return ""
-
-    async def _received(
-        self,
-        node: str,
-        content: wire.SummedUpdates,
-        parts: Stream[pb.UploadPart],
-        collection: Collection,
-    ) -> tuple[PartialSum, tuple[Trouble, str] | None]:
-        """Receive and check the sum of an answer; return it and its flaw, if any."""
-        dtype = collection.dtype_of(content)
-        size = dtype.itemsize * collection.offer.clipping.layout.dimension
-        assembler = Assembler(size, size)
-        async for part in parts:
-            assembler.add(part.chunk)  # here, since waking a thread would take as long
-
-        def finished() -> tuple[PartialSum, tuple[Trouble, str] | None]:
-            total = assembler.finish().view(dtype).astype(np.int64, copy=False)
-            partial = PartialSum(node, content.users, total, content.weight)
-            return partial, collection.check_sum(partial)
-
-        return await completed(asyncio.to_thread(finished))  # it holds memory until it ends
 
     async def exchange_step(self, request: pb.Step, context: Context) -> pb.Step:
         """Record a node's step of a secure sum, and answer when the step ends."""

@@ -359,7 +359,7 @@ def test_no_more_sums_are_in_memory_than_there_are_places(
             with lock:
                 alive[0] -= 1
 
-    monkeypatch.setattr(service_module, "Assembler", Counted)
+    monkeypatch.setattr(wire, "Assembler", Counted)
     users = list(range(2, 22))
     with (
         nodes(patient, dict.fromkeys(MANY, honest)) as made,
