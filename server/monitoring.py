@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -28,18 +28,7 @@ STRANGER = "a caller that is not enrolled"
 _INDEPENDENT_OF_COHORT = {Trouble.UNWILLING, Trouble.ENROLMENT, Trouble.AWAY, Trouble.CERTIFICATE}
 _AWAY = timedelta(minutes=10)  # a node that is disconnected for so long is logged
 _DAY, _MINUTE, _SECOND = timedelta(days=1), timedelta(minutes=1), 1.0
-_METRICS = {  # name: help, and names of labels
-    "nodes_connected": ("Nodes that are connected.", ""),
-    "node_connected": ("1 if the node is connected.", "node"),
-    "certificate_end": ("When a certificate ends, in seconds since 1970.", "node"),
-    "troubles": (
-        "What went wrong, by node; nodes of one user together. For the operator only.",
-        "node what",
-    ),
-    "round": ("Number of the newest round, from 1; 0 before the first.", ""),
-    "epsilon": ("User-level ε spent so far.", ""),
-    "state": ("1 for what the server does.", "state"),
-}
+_TROUBLES = "What went wrong, by node; nodes of one user together. For the operator only."
 
 
 class Sites:
@@ -221,20 +210,25 @@ class Metrics:
         from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily  # noqa: PLC0415
 
         status, table = self.status(), self.sites.table()
-        ends = {name: site.certificate_end for name, site in table.sites.items()}
-        ends[SERVER] = table.server_certificate_end
-        numbers: dict[str, dict[tuple[str, ...], float]] = {
-            "nodes_connected": {(): sum(site.connected for site in table.sites.values())},
-            "node_connected": {(name,): site.connected for name, site in table.sites.items()},
-            "certificate_end": {(name,): end.timestamp() for name, end in ends.items() if end},
-            "troubles": self.sites.troubles(),
-        }
+        connected = {(name,): site.connected for name, site in table.sites.items()}
+        ends = {(name,): site.certificate_end for name, site in table.sites.items()}
+        ends[SERVER,] = table.server_certificate_end
+        seconds = {name: end.timestamp() for name, end in ends.items() if end}
+        families: list[tuple[str, str, str, Mapping[tuple[str, ...], float]]] = [
+            ("nodes_connected", "Nodes that are connected.", "", {(): sum(connected.values())}),
+            ("node_connected", "1 if the node is connected.", "node", connected),
+            ("certificate_end", "When a certificate ends, in seconds since 1970.", "node", seconds),
+            ("troubles", _TROUBLES, "node what", self.sites.troubles()),
+        ]
         if status is not None:  # an unknown ε is not shown as 0
-            numbers["round"], numbers["epsilon"] = {(): status.round}, {(): status.epsilon}
-            numbers["state"] = {(state,): state is status.state for state in RunState}
-        for name, (description, labels) in _METRICS.items():
+            newest = "Number of the newest round, from 1; 0 before the first."
+            states = {(state,): state is status.state for state in RunState}
+            families.append(("round", newest, "", {(): status.round}))
+            families.append(("epsilon", "User-level ε spent so far.", "", {(): status.epsilon}))
+            families.append(("state", "1 for what the server does.", "state", states))
+        for name, description, labels, numbers in families:
             kind = CounterMetricFamily if name == "troubles" else GaugeMetricFamily
             family = kind(f"fedpriv_{name}", description, labels=labels.split())
-            for values, number in numbers.get(name, {}).items():
+            for values, number in numbers.items():
                 family.add_metric(values, number)
             yield family
