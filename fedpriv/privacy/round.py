@@ -262,20 +262,23 @@ class PrivacyRecords:
             for number, attempt, commitment in self.participation.attempts(run):
                 if attempt >= self.ledger.next_attempt(run, number):
                     _log.warning("run %r drew round %d uncharged; it is charged now", run, number)
-                    slot = self._slot_of(event, run, commitment)
+                    slot = self._slot_of(event, run)
                     self.charge(
                         ProposedCharge(run, number, attempt, randomness, event, commitment, *slot)
                     )
         finally:
             self._settled.discard(run)
 
-    def _slot_of(self, event: RoundEvent, run: str, commitment: str) -> tuple[int, int | None]:
-        """Return the part of its event that a cohort was drawn for, and the charge that paid."""
-        series = self.ledger.open_series(run)
-        is_first = self.participation.began_series(commitment)
-        if series is None or is_first or series.charge.event != event:
+    def _slot_of(self, event: RoundEvent, run: str) -> tuple[int, int | None]:
+        """Return the part of its event that a lost round was drawn for, and the charge that paid.
+
+        A round may be the first of a new series, unless the record's last series is the paid one.
+        """
+        paid = self.ledger.open_series(run)
+        if paid is None or paid.charge.event != event:
             return 0, None
-        return series.part, series.charge.position
+        is_last = self.participation.began_series(paid.charge.cohort_commitment)
+        return (paid.part, paid.charge.position) if is_last else (0, None)
 
     def open_series(self, event: RoundEvent, run: str) -> tuple[OpenSeries, bytes] | None:
         """Return the unfinished series of this event that the run has paid for, and its key."""
