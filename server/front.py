@@ -61,13 +61,10 @@ class _Stream:
                 left = left[self.socket.send(left) :]
             except (BlockingIOError, ssl.SSLWantWriteError):
                 async with asyncio.timeout(_UNREAD_SECONDS):
-                    await self.writable()
+                    await self._ready(self._loop.add_writer, self._loop.remove_writer)
 
     async def readable(self) -> None:
         await self._ready(self._loop.add_reader, self._loop.remove_reader)
-
-    async def writable(self) -> None:
-        await self._ready(self._loop.add_writer, self._loop.remove_writer)
 
     async def _ready(self, add: Callable[..., None], remove: Callable[[int], bool]) -> None:
         ready, number = asyncio.Event(), self.socket.fileno()

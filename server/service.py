@@ -398,10 +398,8 @@ class Service:
         async with self._uploads.newest(node, collection.deadline) as limit:
             header = await anext(parts, pb.UploadPart())
             answer = wire.decode_answer(header.answer)
-            if collection.counts_already(
-                node, answer
-            ):  # sent again, as no receipt reached the node
-                return ""
+            if collection.counts_already(node, answer):
+                return ""  # sent again, as no receipt reached the node
             if reason := collection.refusal(node, answer):
                 return reason
             if isinstance(answer.content, wire.Decline):
