@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -28,6 +28,7 @@ STRANGER = "a caller that is not enrolled"
 _INDEPENDENT_OF_COHORT = {Trouble.UNWILLING, Trouble.ENROLMENT, Trouble.AWAY, Trouble.CERTIFICATE}
 _AWAY = timedelta(minutes=10)  # a node that is disconnected for so long is logged
 _DAY, _MINUTE, _SECOND = timedelta(days=1), timedelta(minutes=1), 1.0
+_Numbers = dict[tuple[str, ...], float]  # by values of labels
 _TROUBLES = "What went wrong, by node; nodes of one user together. For the operator only."
 
 
@@ -210,11 +211,11 @@ class Metrics:
         from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily  # noqa: PLC0415
 
         status, table = self.status(), self.sites.table()
-        connected = {(name,): site.connected for name, site in table.sites.items()}
-        ends = {(name,): site.certificate_end for name, site in table.sites.items()}
-        ends[SERVER,] = table.server_certificate_end
-        seconds = {name: end.timestamp() for name, end in ends.items() if end}
-        families: list[tuple[str, str, str, Mapping[tuple[str, ...], float]]] = [
+        connected: _Numbers = {(name,): site.connected for name, site in table.sites.items()}
+        ends = {name: site.certificate_end for name, site in table.sites.items()}
+        ends[SERVER] = table.server_certificate_end
+        seconds: _Numbers = {(name,): end.timestamp() for name, end in ends.items() if end}
+        families: list[tuple[str, str, str, _Numbers]] = [
             ("nodes_connected", "Nodes that are connected.", "", {(): sum(connected.values())}),
             ("node_connected", "1 if the node is connected.", "node", connected),
             ("certificate_end", "When a certificate ends, in seconds since 1970.", "node", seconds),
@@ -222,7 +223,7 @@ class Metrics:
         ]
         if status is not None:  # an unknown ε is not shown as 0
             newest = "Number of the newest round, from 1; 0 before the first."
-            states = {(state,): state is status.state for state in RunState}
+            states: _Numbers = {(state,): state is status.state for state in RunState}
             families.append(("round", newest, "", {(): status.round}))
             families.append(("epsilon", "User-level ε spent so far.", "", {(): status.epsilon}))
             families.append(("state", "1 for what the server does.", "state", states))
