@@ -115,9 +115,7 @@ def from_grouped(users: Grouped) -> UserStore:
     return from_readers((user_id, partial(columns_of, rows)) for user_id, rows in _by_user(users))
 
 
-def from_readers(
-    users: Iterable[tuple[str, Callable[[], Mapping[str, ColumnLike]]]],
-) -> UserStore:
+def from_readers(users: Iterable[tuple[str, Callable[[], Mapping[str, ColumnLike]]]]) -> UserStore:
     """Join users like `from_grouped`; each function returns a user's fields or raises DataError."""
     parts, broken = dict[str, dict[str, Array]](), dict[str, str]()
     for user_id, read in users:

@@ -33,7 +33,7 @@ from fedpriv.data.population import (
 )
 from fedpriv.errors import DataError, InvalidValueError, known_names
 from fedpriv.support.checks import checked_arguments
-from fedpriv.support.importing import check_installed, check_options, import_function
+from fedpriv.support.importing import call_imported, check_installed, import_function, raised_with
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -205,9 +205,7 @@ def partitioner_named(name: str, arguments: Mapping[str, object]) -> "Partitione
         _package("flwr_datasets", "flower")
         name = f"flwr_datasets.partitioner:{name}"
     make = import_function(what, name, DataError)
-    check_options(what, make, arguments, InvalidValueError, noun="argument")
-    with _refusals(what):
-        return cast("Partitioner", make(**arguments))
+    return cast("Partitioner", call_imported(what, make, arguments, InvalidValueError, raised_with))
 
 
 def _described_partitioner(name: str, arguments: Mapping[str, object]) -> tuple["Partitioner", str]:

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from fedpriv.engine.arithmetic import generator_apart
-from fedpriv.errors import ModelError, known_names
+from fedpriv.errors import ModelError
 from fedpriv.support.checks import check_seed, check_types, plain_numbers
-from fedpriv.support.importing import call_imported, check_options, import_function, raised_with
+from fedpriv.support.importing import call_imported, import_function, raised_with
 
 
 def softmax_regression(inputs: int = 64, classes: int = 10) -> nn.Module:
@@ -59,14 +59,9 @@ def build_model(name: str, options: Mapping[str, object], seed: int) -> nn.Modul
     seed. ModelError: the name or an option is unknown, or the function fails or returns no module.
     """
     check_types(name=(name, str), options=(options, Mapping))
-    if name not in MODELS and ":" not in name:
-        raise ModelError(
-            f"unknown model {name!r}; {known_names(name, MODELS)}, or package.module:function"
-        )
     what, seed = f"model {name!r}", plain_numbers(seed)
     check_seed(seed)
-    build = MODELS.get(name) or import_function(what, name, ModelError)
-    check_options(what, build, options, ModelError)
+    build = import_function(what, name, ModelError, MODELS)
     with generator_apart(seed):
         model = call_imported(what, build, options, ModelError, raised_with)
     if not isinstance(model, nn.Module):

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Generic, TypeVar, cast
 
 from fedpriv.errors import FedprivError, InvalidValueError, known_names
@@ -17,9 +18,22 @@ Function = Callable[..., object]
 _Kind = TypeVar("_Kind")
 
 
-def import_function(what: str, path: str, error: type[FedprivError]) -> Function:
-    """Import and return the function or class at "package.module:function"; its module runs."""
-    module_name, _, name = path.partition(":")
+def import_function(
+    what: str,
+    path: str,
+    error: type[FedprivError],
+    known: Mapping[str, Function | str] = MappingProxyType({}),
+) -> Function:
+    """Import and return the function or class at "package.module:function"; its module runs.
+
+    `known` are functions, or their paths, that have short names.
+    """
+    found = known.get(path, path)
+    if not isinstance(found, str):
+        return found
+    module_name, colon, name = found.partition(":")
+    if known and not colon:
+        raise error(f"{what} is unknown; {known_names(path, known)}, or package.module:name")
     if not all(part.isidentifier() for part in module_name.split(".")):
         raise error(f"{what} is not of the form package.module:function")
     try:
@@ -102,11 +116,12 @@ def call_imported(
     error: type[FedprivError],
     describe: Callable[[BaseException], str] = raised_at,
 ) -> _Kind:
-    """Call a user's function and return its result; exceptions become an `error`.
+    """Call a user's function and return its result; wrong options and exceptions become an `error`.
 
     FedprivError, OSError and MemoryError pass.
     `describe` puts an exception into words: `raised_with` if its message cannot hold users' data.
     """
+    check_options(what, function, options, error)
     try:
         return function(**options)
     except (FedprivError, OSError, MemoryError):
@@ -131,17 +146,13 @@ class Choice(Generic[_Kind]):
         InvalidValueError if the class, an option or a value of an option is wrong.
         """
         what = f"{self.key} {name!r}"
-        if name not in self.known and ":" not in name:
-            hint = f"{known_names(name, self.known)}, or package.module:Class"
-            raise InvalidValueError(f"{self.key} is {name!r}; {hint}")
-        kind: object = self.known.get(name) or import_function(what, name, InvalidValueError)
+        kind: object = import_function(what, name, InvalidValueError, self.known)
         if not (isinstance(kind, type) and issubclass(kind, self.kind)):
             actual = "another class" if isinstance(kind, type) else "not a class"
             base = path_of(self.kind)
             raise InvalidValueError(f"{what} is {actual}; it must be derived from {base}")
         parameters = inspect.signature(kind).parameters
         arguments = {k: v for k, v in optional.items() if k in parameters} | {**options}
-        check_options(what, kind, arguments, InvalidValueError)
         built = call_imported(what, kind, arguments, InvalidValueError, raised_with)
         return cast(_Kind, built)
 
