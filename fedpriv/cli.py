@@ -434,10 +434,7 @@ def price(
 
 
 @app.command(rich_help_panel=_PRICE)
-def curves(
-    ledger: LedgerPath,
-    out: Annotated[Path, _option("folder to write to")],
-) -> None:
+def curves(ledger: LedgerPath, out: Annotated[Path, _option("folder to write to")]) -> None:
     """Draw the errors of tests that guess who took part: PNG, SVG and CSV."""
     from fedpriv.accounting.pricing import read_ledger
     from fedpriv.report.guarantee import write_trade_off

@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import Literal, Self, TypeGuard
 
 from fedpriv.accounting.accountants import Bound, accountant_named
 from fedpriv.accounting.calibration import smallest_noise
@@ -249,6 +249,9 @@ SAMPLING_POLICIES: Mapping[str, type[CohortPolicy]] = {
 class NoisePolicy(ABC):
     """A correlation of noise over the rounds of a series, for any standard deviation."""
 
+    def __post_init__(self) -> None:
+        hold_plain_numbers(self)
+
     @abstractmethod
     def strategy(self, sampling: SamplingEvent) -> Strategy:
         """Return the strategy for a sampling event. A round event refuses an unanalysed pair."""
@@ -276,9 +279,6 @@ class BandedNoise(NoisePolicy):
     momentum: float = 0.0  # of the server's steps; errors are computed for it
     coefficients: Sequence[float] = ()  # c_0 = 1, then multiples of 2^-20 that never increase
 
-    def __post_init__(self) -> None:
-        hold_plain_numbers(self)
-
     def strategy(self, sampling: SamplingEvent) -> BandedStrategy:
         """Return the best strategy, or the given one."""
         if coefficients := _numbers("coefficients", self.coefficients):
@@ -305,9 +305,6 @@ class BufferedNoise(NoisePolicy):
     momentum: float = 0.0  # of the server's steps; errors are computed for it
     decays: Sequence[float] = ()  # θ in [0, 1)
     weights: Sequence[float] = ()  # w in [0, 1], one for each decay
-
-    def __post_init__(self) -> None:
-        hold_plain_numbers(self)
 
     def strategy(self, sampling: SamplingEvent) -> BufferedStrategy:
         """Return the best strategy, or the given one."""
@@ -469,7 +466,7 @@ class Mechanism:
         the less noise, and the less the bias of clipping pays (docs/choosing-settings.md).
         """
         clipping = self.clipping
-        if not isinstance(clipping, Flat | PerLayer | Joint) or clipping.norm is not None:
+        if not lacks_norm(clipping):
             return self
         drawn = self.sampling.of(users, self.unit).event()
         cohort = drawn.growth * drawn.expected_cohort_size  # that of a projection
@@ -533,6 +530,11 @@ class Mechanism:
         if isinstance(self.sampling, AsIf):
             return PrivacyBudget(limit, delta, lambda events, delta: price(_as_if(events), delta))
         return PrivacyBudget(limit, delta, price)
+
+
+def lacks_norm(clipping: ClippingPolicy) -> TypeGuard[Flat | PerLayer | Joint]:
+    """Return whether a policy needs the default norm."""
+    return isinstance(clipping, Flat | PerLayer | Joint) and clipping.norm is None
 
 
 def _as_if(events: Iterable[RoundEvent]) -> list[RoundEvent]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
@@ -34,6 +34,8 @@ from fedpriv.training.rounds import RoundResult
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from fedpriv.run.run import Run
 
 _Row = TypeVar("_Row")
 
@@ -366,13 +368,7 @@ def write_charts(folder: Path, out: Path) -> list[Path]:
     return run_page.write_run_charts(read_run(folder), out)
 
 
-class _OfRun(Protocol):
-    @property
-    def folder(self) -> Path:
-        """The folder of a run."""
-
-
-def draw(runs: Iterable[Path | str | _OfRun], out: Path | str) -> list[Path]:
+def draw(runs: Iterable["Path | str | Run"], out: Path | str) -> list[Path]:
     """Draw runs together: accuracy against ε, users and time; return the PNG and SVG files.
 
     * runs: finished or not, by their folders or as `simulate` returned them. Those that differ only

@@ -32,7 +32,7 @@ from fedpriv.errors import (
     TooFewUsersError,
 )
 from fedpriv.evaluation.held_out import Evaluation, evaluate
-from fedpriv.experiment.build import Experiment, build, check_budget, digest_of_users
+from fedpriv.experiment.build import Experiment, build, check_budget, digest_of_users, method_of
 from fedpriv.experiment.config import Config, FederationSection, flattened, for_folder, load_config
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger, paid_events
@@ -129,8 +129,7 @@ class RunSetup:
                 config = config.with_noise(noise_multiplier)
             if config.engine.path == "auto":
                 # Timing might choose another path now, whose results differ by rounding.
-                engine = config.engine.model_copy(update={"path": begun.engine.path})
-                config = config.model_copy(update={"engine": engine})
+                config = config.changed(engine={"path": begun.engine.path})
         return cls(config, run, folder, ledger, resuming, keep_going, start)
 
     @property
@@ -165,7 +164,8 @@ class RunSetup:
         (held_out, classes), users = held_out_rows(self.config, section), len(user_ids)
         if HELD_OUT_USER in held_out:
             check_not_enrolled(held_out[HELD_OUT_USER], user_ids)
-        experiment = build(self.config, self.run, population, users, held_out, self.spent)
+        method = method_of(self.config)
+        experiment = build(self.config, self.run, population, users, held_out, method, self.spent)
         self.refuse_examples(experiment.plan, "on nodes")
         if (seed := self.config.seed) is not None:
             if section.secure_sum is not None:
@@ -205,10 +205,7 @@ class RunSetup:
             )
 
     def write_plan(self, experiment: Experiment) -> None:
-        """Make the folder with the resolved plan; of a resumed run, refuse another plan."""
-        if self.resuming:
-            self.refuse_other_plan(experiment)
-            return
+        """Make the folder with the resolved plan."""
         self.folder.create()
         # The plan last: a folder that has it holds a run, and then has the digest too.
         write_atomically(self.folder.plan_digest, f"{experiment.plan.digest}\n".encode())
@@ -254,8 +251,7 @@ def _charging_for(start: Path, config: Config) -> Config:
             f"privacy.ledger is {ledger}, and the model of {start} was charged to {paid}; a run "
             "that starts from it must charge that ledger too, so leave privacy.ledger out"
         )
-    privacy = config.privacy.model_copy(update={"ledger": str(paid)})
-    return config.model_copy(update={"privacy": privacy})
+    return config.changed(privacy={"ledger": str(paid)})
 
 
 def _differences(begun: Config, now: Config) -> list[str]:
@@ -485,11 +481,11 @@ def conduct(
         if results:
             models.consider(replace(results[-1], **figures), state)
     transport.release_resources()
-    return _ended(folder, experiment, stop, state, records, auditor, counted, models)
+    return models.ended(stop, state, auditor, counted)
 
 
 class _Models:
-    """The last and the best of a run's models on held-out rows, and their checkpoints.
+    """The last and the best of a run's models on held-out rows, their checkpoints, and the end.
 
     A resumed run finds its best model among its checkpoints.
     """
@@ -544,6 +540,60 @@ class _Models:
         with_room(lambda: write_atomically(self._folder.mean, model))
         return _measured(experiment, state.mean)
 
+    def ended(
+        self, stop: Stop, state: ServerState, auditor: Auditor | None, counted: Contributors
+    ) -> Run:
+        """Write the models and the end of the run into its folder, and return the run."""
+        folder, experiment, records = self._folder, self._experiment, self._records
+        figures = self.figures
+        plan, charged = experiment.plan, records.ledger.epsilon(records.budget)
+        early = stop is Stop.TOO_FEW and state.round < plan.rounds
+        epsilon, results = records.budget.epsilon if early else charged, folder.results()
+        # Releases after a checkpoint led nowhere if the resumed run could repeat none of them.
+        if stop is Stop.TOO_FEW or (results and results[-1].round > state.round):
+            _restate(folder, state.round, epsilon)
+        results = folder.results()
+        model = released_model(experiment.task, state, results, experiment.classes)
+        with_room(lambda: write_atomically(folder.model, model))
+        self.write_best()
+        mean = self.write_mean(state)
+        if plan.sampling.rounds > 1 and not records.ledger.open_series(plan.run):
+            with_room(lambda: records.participation.forget_series(plan.run))  # of a killed run
+        # Canaries take part in rounds, not in the queries between them.
+        of_rounds = (row for row in records.ledger.charges() if row.run == plan.run)
+        larger, enrolled_epsilon = plan.sampling.event().projection, None
+        if larger is not None:
+            accountant = accountant_named(experiment.config.privacy.accountant)
+            enrolled_epsilon = accountant.upper_epsilon(
+                records.ledger.spent(), records.budget.delta
+            )
+        end = RunEnd(
+            stop=stop,
+            round=state.round,
+            epsilon=epsilon,
+            delta=records.budget.delta,
+            warnings=tuple(
+                notes.of_run(experiment, stop, counted, results, charged, figures["loss"])
+            ),
+            mean_accuracy=mean.get("accuracy"),
+            mean_loss=mean.get("loss"),
+            as_if=larger.population if larger else None,
+            enrolled_epsilon=enrolled_epsilon,
+            **figures,
+        )
+        with_room(partial(folder.write_end, end))
+        return Run(
+            **vars(end),
+            folder=folder.path,
+            task=experiment.task,
+            state=state,
+            ledger=folder.charged(experiment.config),
+            audit=auditor.conclude(paid_events(of_rounds)) if auditor else None,
+            best=self.round,
+            best_state=self.checkpoint.state if self.checkpoint else None,
+            rounds=tuple(result for result in results if result.round <= state.round),
+        )
+
 
 def _settle(experiment: Experiment, state: ServerState, records: PrivacyRecords) -> None:
     """Charge the round and the query that a killed run had drawn, if the budget allows each."""
@@ -561,63 +611,6 @@ def _restate(folder: RunFolder, number: int, epsilon: float) -> None:
     for result in folder.results():
         if result.round == number and result.epsilon != epsilon:
             with_room(partial(folder.append_metrics, asdict(replace(result, epsilon=epsilon))))
-
-
-def _ended(
-    folder: RunFolder,
-    experiment: Experiment,
-    stop: Stop,
-    state: ServerState,
-    records: PrivacyRecords,
-    auditor: Auditor | None,
-    counted: Contributors,
-    models: _Models,
-) -> Run:
-    """Write the models and the end of a run into its folder, and return the run."""
-    figures = models.figures
-    plan, charged = experiment.plan, records.ledger.epsilon(records.budget)
-    early = stop is Stop.TOO_FEW and state.round < plan.rounds
-    epsilon, results = records.budget.epsilon if early else charged, folder.results()
-    # Releases after a checkpoint led nowhere if the resumed run could repeat none of them.
-    if stop is Stop.TOO_FEW or (results and results[-1].round > state.round):
-        _restate(folder, state.round, epsilon)
-    results = folder.results()
-    model = released_model(experiment.task, state, results, experiment.classes)
-    with_room(lambda: write_atomically(folder.model, model))
-    models.write_best()
-    mean = models.write_mean(state)
-    if plan.sampling.rounds > 1 and not records.ledger.open_series(plan.run):
-        with_room(lambda: records.participation.forget_series(plan.run))  # of a killed run
-    # Canaries take part in rounds, not in the queries between them.
-    of_rounds = (row for row in records.ledger.charges() if row.run == plan.run)
-    larger, enrolled_epsilon = plan.sampling.event().projection, None
-    if larger is not None:
-        accountant = accountant_named(experiment.config.privacy.accountant)
-        enrolled_epsilon = accountant.upper_epsilon(records.ledger.spent(), records.budget.delta)
-    end = RunEnd(
-        stop=stop,
-        round=state.round,
-        epsilon=epsilon,
-        delta=records.budget.delta,
-        warnings=tuple(notes.of_run(experiment, stop, counted, results, charged, figures["loss"])),
-        mean_accuracy=mean.get("accuracy"),
-        mean_loss=mean.get("loss"),
-        as_if=larger.population if larger else None,
-        enrolled_epsilon=enrolled_epsilon,
-        **figures,
-    )
-    with_room(partial(folder.write_end, end))
-    return Run(
-        **vars(end),
-        folder=folder.path,
-        task=experiment.task,
-        state=state,
-        ledger=folder.charged(experiment.config),
-        audit=auditor.conclude(paid_events(of_rounds)) if auditor else None,
-        best=models.round,
-        best_state=models.checkpoint.state if models.checkpoint else None,
-        rounds=tuple(result for result in results if result.round <= state.round),
-    )
 
 
 def _measured(experiment: Experiment, model: Tensors) -> dict[str, Any]:
@@ -671,7 +664,8 @@ def opened(setup: RunSetup, experiment: Experiment) -> Iterator[tuple[PrivacyRec
             begun = Checkpoint(before, plan.digest, records.ledger.head)
             save_checkpoint(folder.checkpoints, begun)
         # After ledger and record were created: a run that is resumed without them has lost them.
-        setup.write_plan(experiment)
+        if not setup.resuming:
+            setup.write_plan(experiment)
         state = state_to_start_from(folder, experiment, records)
         folder.results()  # damaged metrics are refused before users are asked
         setup.write_budget(experiment)  # after the ledger was found to be the run's

@@ -137,13 +137,12 @@ def simulate(
     method = Method(task, mechanism, *method_left_out(mechanism, local, server), personalisation)
     output = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
     sections = {
-        "privacy": {"ledger": None if ledger is None else str(ledger)},
-        "engine": asdict(engine or Engine()),
         "output": output | {"simulation_only": simulation_only},
         "federated_evaluation": federated_evaluation and asdict(federated_evaluation),
         "audit": audit and asdict(audit),
     }
-    config = settings_of(name, population, method, rounds=rounds, seed=seed, **sections)
+    sections |= {"rounds": rounds, "seed": seed}
+    config = settings_of(name, population, method, engine, ledger, **sections)
     place, source = (Path(path) if path else None for path in (out, start))
     setup = RunSetup.at(config, place, resume=resume, keep_going=keep_going, start=source)
     if setup.resuming and mechanism.rounds:  # it goes on with the noise that it started with
