@@ -280,8 +280,6 @@ def simulate(
     Exit code 3: the audit of the run refutes its ledger. Exit code 4: the run ended because too few
     users count.
     """
-    if resume and out is None:
-        raise InvalidValueError("--resume needs --out, the folder of the run to go on with")
     given = file, assignments or [], out
     if engine == "flower":
         if start is not None:

@@ -114,7 +114,8 @@ def load_hugging_face(
         found = f"dataset is {dataset!r}, train {train!r} and test {test!r}"
         legal = "dataset, a name on the Hugging Face hub, or both paths must be given"
         raise InvalidValueError(f"{found}; either {legal}")
-    classes = _classes_of(rows, held_out, names).get(str(columns.get("y")))
+    _check_classes(rows, held_out, names)
+    classes = getattr(rows.features.get(str(columns.get("y"))), "names", None)
     if owners is not None and user_column is None:
         raise InvalidValueError(f"owners is {owners}; without user_column it must be absent")
     if user_column is not None and partitioner is None and arguments is None:
@@ -371,19 +372,13 @@ def _refusals(what: str) -> Iterator[None]:
         raise InvalidValueError(f"{what} refuses: {sentence or type(error).__name__}") from error
 
 
-def _classes_of(
-    rows: "Dataset", held_out: "Dataset", columns: Sequence[Any]
-) -> dict[str, Sequence[str]]:
-    """Return the names of classes of columns that have them; DataError if the splits differ."""
-    names = dict[str, Sequence[str]]()
+def _check_classes(rows: "Dataset", held_out: "Dataset", columns: Sequence[Any]) -> None:
+    """Raise DataError if the splits number the classes of a column differently."""
     for column in columns:
         one, other = (getattr(d.features.get(column), "names", None) for d in (rows, held_out))
         if one is not None and other is not None and one != other:
             problem = f"column {column!r} numbers other classes in test than in train"
             raise DataError(f"{problem}; both must have the same list of classes")
-        if one is not None:
-            names[column] = one
-    return names
 
 
 def _held_out_owners(users: UserStore, held_out: "Dataset", user_column: str) -> Fields:

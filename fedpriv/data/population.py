@@ -807,9 +807,6 @@ def _read_description(path: Path) -> tuple[list[str], bool, dict[int, str]]:
 def _read_array(path: Path, *, mapped: bool) -> NDArray[Any]:
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="r" if mapped else None)
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise DataError(f"{path} cannot be read: {reason}") from error
     except (ValueError, EOFError) as error:  # NumPy's text may quote the content
         raise DataError(f"{path} cannot be read as an array of numbers or strings") from error
     if isinstance(array.base, mmap.mmap):

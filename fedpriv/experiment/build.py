@@ -133,16 +133,8 @@ def population_of(config: Config) -> Population:
     return replace(population, succeeds=data.succeeds) if data.succeeds else population
 
 
-class SharedRoads:
-    """Decisions of runs on one population how users train, by model; a seed makes another model."""
-
-    def __init__(self) -> None:
-        self._roads: dict[str | int, tuple[Task | None, dict[Hashable, Road]]] = {}
-
-    def of(self, config: Config, task: Task | None) -> dict[Hashable, Road]:
-        """Return the roads of the model of a configuration, or of a given task."""
-        key = config.model.model_dump_json() if task is None else id(task)
-        return self._roads.setdefault(key, (task, {}))[1]  # a task that is kept keeps its id
+SharedRoads = dict[str | int, tuple[Task, dict[Hashable, Road]]]
+"""Decisions of runs on one population how users train, by model; a seed makes another model."""
 
 
 def on_population(
@@ -159,7 +151,10 @@ def on_population(
     evaluate the model, part of their examples is kept from training, and the charges for that count
     as spent. Runs that share `roads` try the shapes of one model once.
     """
+    model = config.model.model_dump_json() if method is None else id(method.task)
     method = _projected(method or method_of(config), config)
+    # A task that is kept keeps its id.
+    _, own_roads = ({} if roads is None else roads).setdefault(model, (method.task, {}))
     mechanism, before = method.mechanism, spent
     population.users.refuse_broken()
     population = population_for(method.task, records_of(population, mechanism))
@@ -197,7 +192,7 @@ def on_population(
         # A number of users that few cohorts exceed.
         cohort=math.ceil(drawn.expected_cohort_size + math.sqrt(drawn.cohort_variance)),
         most_rows=1 if k is not None or mechanism.unit is Unit.EXAMPLE else mechanism.microbatch,
-        roads={} if roads is None else roads.of(config, method.task if method else None),
+        roads=own_roads,
     )
 
 

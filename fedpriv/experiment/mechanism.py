@@ -52,7 +52,6 @@ from fedpriv.support.checks import (
     check_types,
     hold_numbers,
     hold_plain_numbers,
-    is_whole,
     named_value,
     plain_numbers,
 )
@@ -107,10 +106,7 @@ class AsIf(CohortPolicy):
     cohort: int | None = None  # expected users of a round; None: q·N', but at most all
 
     def __post_init__(self) -> None:
-        larger = self.drawn.probability * self.population
-        if self.cohort is not None and not (is_whole(self.cohort) and self.cohort <= larger):
-            limit = f"a whole number from 1 to the cohort of as_if, {larger:g}"
-            raise InvalidValueError(f"cohort is {self.cohort!r}; it must be {limit}")
+        check_range("cohort", self.cohort, f"[1, {self.drawn.probability * self.population:g}]?")
 
     def of(self, users: int | None, unit: Unit) -> PoissonSampling:
         """Return Poisson sampling of N users, up to N', with the probability of the cohort."""

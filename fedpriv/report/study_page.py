@@ -157,7 +157,7 @@ def _within_percentages(series: Series) -> Series:
 def write_study_charts(read: ReadStudy, folder: Path) -> list[Path]:
     """Write front or arms, differences and along-… as PNG and SVG, and return the files.
 
-    DataError if no run is finished; InvalidValueError if the folder cannot be written.
+    DataError if no run is finished.
     """
     if not read.arms:
         raise DataError(f"no run of the study in {read.folder} is finished; run it first")

@@ -57,7 +57,7 @@ from fedpriv.studies.results import (
 )
 from fedpriv.studies.study import load_study, study_of_settings, study_toml
 from fedpriv.support.checks import check_types, checked_arguments, plain_numbers
-from fedpriv.support.disk import write_atomically, writing
+from fedpriv.support.disk import write_atomically
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.request import LocalTraining
 from fedpriv.training.rounds import OnRound
@@ -276,8 +276,7 @@ def _complete(
         raise InvalidValueError(sentence)
     finished = finished_runs(study, folder)
     runs = start([cell for cell in study.cells if cell not in finished])
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with held(folder, f"{folder} holds a study"):
         if finished_runs(study, folder).keys() != finished.keys():
             raise InvalidValueError(

@@ -27,7 +27,7 @@ from fedpriv.report.tables import json_text
 from fedpriv.studies import read_study
 from fedpriv.studies.results import STUDY, holds_results_alone
 from fedpriv.support.checks import require
-from fedpriv.support.disk import naming, sync, write_atomically, writing
+from fedpriv.support.disk import naming, sync, write_atomically
 from fedpriv.support.importing import check_installed
 from fedpriv.support.logs import SIMULATION_ONLY
 from fedpriv.training.rounds import RoundResult
@@ -77,9 +77,7 @@ class RunFolder:
 
     def refuse_run(self) -> None:
         """Refuse a folder that holds a run already."""
-        with writing(self.path):
-            taken = self.plan.exists()
-        if taken:
+        if self.plan.exists():
             raise InvalidValueError(
                 f"{self.path} holds a run already; resume it, unless all of its rounds were run, "
                 "or choose another folder"
@@ -91,8 +89,7 @@ class RunFolder:
         for other in (self.model, self.path / STUDY):  # of a search, or a study
             if other.exists():
                 raise InvalidValueError(f"{other} exists already; choose another folder")
-        with writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(parents=True, exist_ok=True)
 
     def append_metrics(self, row: Mapping[str, object]) -> None:
         """Add a line, durably; a line that a crash cut short is ended first.
@@ -171,7 +168,7 @@ class RunFolder:
         write_atomically(self.sites, to_json(table, indent=2), 0o600)
 
     def read_sites(self) -> SiteTable:
-        """Return the table of sites; DataError if it cannot be read."""
+        """Return the table of sites; DataError if it is damaged."""
         return _read_as(SiteTable, self.sites, "the sites of a run of `fedpriv serve`")
 
 
@@ -231,9 +228,8 @@ def _read(path: Path) -> Iterator[dict[str, object]]:
 def _read_as(kind: type[_Row], path: Path, what: str) -> _Row:
     try:
         return TypeAdapter(kind).validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error.errors()[0]["msg"]
-        raise DataError(f"{path} cannot be read as {what}: {reason}") from error
+    except ValidationError as error:
+        raise DataError(f"{path} cannot be read as {what}: {error.errors()[0]['msg']}") from error
 
 
 def _read_if_there(kind: type[_Row], path: Path, what: str) -> _Row | None:

@@ -44,7 +44,7 @@ from fedpriv.report.tables import plural
 from fedpriv.run import notes
 from fedpriv.run.auditor import Auditor
 from fedpriv.run.folder import RunFolder, data_frame, held, read_run, write_charts, write_report
-from fedpriv.support.checks import text_down, text_up
+from fedpriv.support.checks import require, text_down, text_up
 from fedpriv.support.disk import with_room, write_atomically
 from fedpriv.support.logs import one_line
 from fedpriv.training.local import ALGORITHMS
@@ -105,6 +105,8 @@ class RunSetup:
 
         With `start`, it starts from that run's model and charges that run's ledger.
         """
+        need = "--resume needs --out, in Python out=..., the folder of the run to go on with"
+        require(not resume or out is not None, need)
         if start is not None:
             config = _charging_for(start, config)
         # A seeded run can be repeated, so its name is the same each time.

@@ -77,10 +77,9 @@ from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.privacy.sampling import FixedSizeSampling, PoissonSampling
 from fedpriv.report.tables import Column, Table, print_table, screen
-from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import RunSetup
 from fedpriv.support.checks import checked_arguments, epsilon_up, plain_numbers, require
-from fedpriv.support.disk import with_room, write_atomically, writing
+from fedpriv.support.disk import with_room, write_atomically
 from fedpriv.support.importing import check_installed
 from fedpriv.support.logs import silenced
 from fedpriv.training.optimizers import ServerOptimizer
@@ -371,11 +370,6 @@ class _Search:
         """The keys by which trials differ in price."""
         return [key for key in (_Q, _ROUNDS) if key in self.space]
 
-    def _make_folder(self) -> RunFolder:
-        with writing(self.setup.folder.path):
-            self.setup.folder.path.mkdir(parents=True, exist_ok=True)
-        return self.setup.folder
-
     def on_public(self) -> Tuning:
         """Search on people who are not enrolled; it costs nothing."""
         check_installed("tune", "optuna")
@@ -393,7 +387,8 @@ class _Search:
             )
         score, sign = _scorer(section.objective, first), self.sign
         tried, why = list[Tried](), ""
-        folder = self._make_folder()
+        folder = self.setup.folder
+        folder.create()
         sampler = optuna.samplers.TPESampler(seed=self.setup.config.seed)
         with silenced(logging.INFO):  # Optuna would name its study
             study = optuna.create_study(direction="maximize", sampler=sampler)
@@ -444,7 +439,8 @@ class _Search:
             )
         if price_only:
             return Tuning(setup.folder.path, {}, None, epsilon=price)
-        run, folder = f"{setup.run}-tune", self._make_folder()
+        run, folder = f"{setup.run}-tune", setup.folder
+        folder.create()
         with self._charged(run, event, budget, first) as (charge, price, randomness):
             self._say("charged; the search prints nothing until it ends")
             best = self._best_of(kinds, score, sign)
