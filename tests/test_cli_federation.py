@@ -366,7 +366,7 @@ def test_a_node_is_known_in_exactly_one_way(command: str, identity: list[str]) -
     ("arguments", "sentence"),
     [
         (["serve"], "Missing argument"),
-        (["serve", ROOT / "simulations/federation.toml", "--resume"], "--resume needs --out"),
+        (["serve", f"{ROOT}/simulations/federation.toml", "--resume"], "--resume needs --out"),
         (["serve", "f.toml", "--log-format", "xml"], "--log-format"),
         (["join", "--users", "here"], "Missing option '--server'"),
         (["join", "--server", "localhost:1"], "Missing option '--users'"),

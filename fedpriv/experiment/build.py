@@ -661,9 +661,7 @@ def settings_of(
         **tables_of(mechanism, method.local, method.server),
     }
     table["privacy"]["ledger"] = ledger and str(ledger)
-    for key, value in plain(others).items():
-        table[key] = table[key] | value if isinstance(table.get(key), dict) else value
-    return parse_config(plain(table), "settings")
+    return parse_config(plain(table) | plain(others), "settings")
 
 
 def begun_in_python(config: Config) -> bool:

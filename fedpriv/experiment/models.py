@@ -6,7 +6,6 @@ from torch import nn
 
 from fedpriv.engine.arithmetic import generator_apart
 from fedpriv.errors import ModelError
-from fedpriv.support.checks import check_seed, check_types, plain_numbers
 from fedpriv.support.importing import call_imported, import_function, raised_with
 
 
@@ -58,9 +57,7 @@ def build_model(name: str, options: Mapping[str, object], seed: int) -> nn.Modul
     `options` are the function's arguments. Initial parameters are public, and depend only on the
     seed. ModelError: the name or an option is unknown, or the function fails or returns no module.
     """
-    check_types(name=(name, str), options=(options, Mapping))
-    what, seed = f"model {name!r}", plain_numbers(seed)
-    check_seed(seed)
+    what = f"model {name!r}"
     build = import_function(what, name, ModelError, MODELS)
     with generator_apart(seed):
         model = call_imported(what, build, options, ModelError, raised_with)

@@ -7,7 +7,7 @@ canaries from users, so only the owner of the file can read it.
 
 import base64
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -56,7 +56,7 @@ class Auditor:
     canaries: Canaries
     counts: GuessCounts  # fixed before the first release
     _past: Past = field(default_factory=Past)
-    _drawn: tuple[int, ...] = ()  # canaries of the present round, where cohorts are public
+    _drawn: Sequence[int] = ()  # canaries of the present round
 
     @classmethod
     def of(cls, folder: RunFolder, experiment: Experiment) -> Self | None:
@@ -104,16 +104,11 @@ class Auditor:
         places = event.examples_per_user or 1
 
         def on_drawn(canaries: Positions) -> None:
-            self._drawn = tuple(canaries.tolist()) if self._in_turns else ()
+            self._drawn = canaries.tolist()
 
         return CanaryTransport(
             transport, self.canaries, event.population * places, places, on_drawn
         )
-
-    @property
-    def _in_turns(self) -> bool:
-        policy = self.experiment.plan.sampling.event().policy
-        return policy is SamplingPolicy.SEPARATED
 
     def observe(self, mechanism: GaussianMechanism, number: int, release: Release) -> None:
         """Measure the release of a round, and keep the measurement."""
@@ -121,7 +116,8 @@ class Auditor:
         measured, self._past = measure(self.canaries, mechanism, release.average, at, self._past)
         row: dict[str, object] = asdict(measured)
         row |= {name: _packed(row[name]) for name in ("scores", "probe")}
-        row["drawn"] = list(self._drawn) if self._in_turns else None
+        public = self.experiment.plan.sampling.event().policy is SamplingPolicy.SEPARATED
+        row["drawn"] = self._drawn if public else None
         with_room(partial(self.folder.append_measurement, row))
 
     def conclude(self, charged: Iterable[RoundEvent]) -> AuditResult:

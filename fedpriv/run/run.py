@@ -74,7 +74,6 @@ if TYPE_CHECKING:
 _MEASURED = ("loss", "accuracy", "figures", "held_out_users")  # on held-out rows
 # Sections that are no part of a plan.
 _MAY_CHANGE = ("engine", "federation", "output", "trackers", "tune")
-_START = "# starts from: "  # in plans, before other facts
 _log = logging.getLogger(__name__)
 
 
@@ -211,23 +210,37 @@ class RunSetup:
         self.folder.create()
         # The plan last: a folder that has it holds a run, and then has the digest too.
         write_atomically(self.folder.plan_digest, f"{experiment.plan.digest}\n".encode())
-        plan = _resolved_plan(experiment, self.folder.path)
-        if self.start:
-            source, number = RunFolder(self.start), read_released(RunFolder(self.start).model)[1]
-            place = os.path.relpath(self.start, self.folder.path)
-            begun = f"round {number['round']} of run {load_config(source.plan).run}, in {place}"
-            plan = f"{_START}{one_line(begun)}\n{plan}"
-        write_atomically(self.folder.plan, plan.encode())
+        write_atomically(self.folder.plan, self._resolved_plan(experiment).encode())
 
     def write_budget(self, experiment: Experiment) -> None:
         """Write the budget and the ledger of a resumed run into its plan."""
         begun, privacy = load_config(self.folder.plan), experiment.config.privacy
         if self.resuming and privacy != begun.privacy:
             config = begun.model_copy(update={"privacy": privacy})
-            plan = _resolved_plan(replace(experiment, config=config), self.folder.path)
-            first = self.folder.plan.read_text(encoding="utf-8").partition("\n")[0]
-            plan = f"{first}\n{plan}" if first.startswith(_START) else plan
+            plan = self._resolved_plan(replace(experiment, config=config))
             write_atomically(self.folder.plan, plan.encode())
+
+    def _resolved_plan(self, experiment: Experiment) -> str:
+        """Return the configuration as TOML for a file in the folder, under a head of facts."""
+        plan, facts = experiment.plan, dict[str, object]()
+        if self.start:
+            source, place = RunFolder(self.start), os.path.relpath(self.start, self.folder.path)
+            run, number = load_config(source.plan).run, read_released(source.model)[1]["round"]
+            facts["starts from"] = f"round {number} of run {run}, in {place}"
+        facts |= {
+            "population": plan.population,
+            f"enrolled {plural(plan.sampling.unit)}": plan.sampling.population,
+            "expected cohort": f"{plan.sampling.expected_cohort_size:g}",
+            "parameters": plan.layout.dimension,
+            "software": ", ".join(f"{name} {number}" for name, number in versions().items()),
+        }
+        for query in plan.mechanism.query.events:
+            norm, noise = text_up(query.clipping_norm), text_down(query.noise_stddev)
+            facts[f"group {query.group}"] = f"clipping norm {norm}, noise stddev {noise}"
+        # Names may hold ends of lines.
+        head = "".join(f"# {one_line(f'{name}: {value}')}\n" for name, value in facts.items())
+        table = experiment.config.model_dump(exclude_none=True)
+        return head + tomli_w.dumps(for_folder(self.folder.path, table))
 
     def refuse_other_plan(self, experiment: Experiment) -> None:
         """Refuse to resume a run with a plan other than its first."""
@@ -267,25 +280,6 @@ def _differences(begun: Config, now: Config) -> list[str]:
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
-
-
-def _resolved_plan(experiment: Experiment, folder: Path) -> str:
-    """Return the configuration as TOML for a file in the folder, under a head of facts."""
-    plan = experiment.plan
-    facts = {
-        "population": plan.population,
-        f"enrolled {plural(plan.sampling.unit)}": plan.sampling.population,
-        "expected cohort": f"{plan.sampling.expected_cohort_size:g}",
-        "parameters": plan.layout.dimension,
-        "software": ", ".join(f"{name} {number}" for name, number in versions().items()),
-    }
-    for query in plan.mechanism.query.events:
-        norm, noise = text_up(query.clipping_norm), text_down(query.noise_stddev)
-        facts[f"group {query.group}"] = f"clipping norm {norm}, noise stddev {noise}"
-    # Names may hold ends of lines.
-    head = "".join(f"# {one_line(f'{name}: {value}')}\n" for name, value in facts.items())
-    table = experiment.config.model_dump(exclude_none=True)
-    return head + tomli_w.dumps(for_folder(folder, table))
 
 
 def held_out_rows(config: Config, section: FederationSection) -> tuple[HeldOut, tuple[str, ...]]:
