@@ -9,8 +9,7 @@ import hashlib
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -218,7 +217,7 @@ def _described_partitioner(name: str, arguments: Mapping[str, object]) -> tuple[
 
 
 def _package(name: str, extra: str) -> ModuleType:
-    check_installed(extra, name, error=DataError)
+    check_installed(extra, name)
     return importlib.import_module(name)
 
 
@@ -341,35 +340,25 @@ def _select(dataset: "Dataset", columns: set[str], form: str | None) -> dict[str
 
 def _dealt(fields: Fields, dataset: "Dataset", partitioner: "Partitioner") -> UserStore:
     what = f"partitioner {type(partitioner).__name__!r}"
-    with _refusals(what):
+    try:
         numbers = np.arange(len(dataset))
         partitioner.dataset = dataset.with_format(None).add_column(_ROW, numbers)
-        users = partitioner.num_partitions
-    rows = [np.empty(0, np.int64)] * users
-    for user in range(users):
-        with _refusals(what):
-            part = partitioner.load_partition(user)
-        if _ROW not in part.column_names:
-            raise DataError(f"{what} does not deal whole rows; users must differ in rows")
-        rows[user] = np.asarray(part[_ROW][:], np.int64)
+        parts = [partitioner.load_partition(user) for user in range(partitioner.num_partitions)]
+    except Exception as error:
+        sentence = " ".join(str(error).split())
+        raise InvalidValueError(f"{what} refuses: {sentence or type(error).__name__}") from error
+    if not all(_ROW in part.column_names for part in parts):
+        raise DataError(f"{what} does not deal whole rows; users must differ in rows")
+    rows = [np.asarray(part[_ROW][:], np.int64) for part in parts]
     dealt, times = np.unique(np.concatenate(rows), return_counts=True)
     if twice := np.count_nonzero(times > 1):
         raise DataError(f"{what} gives {twice} rows to two users or twice to one; each needs one")
     user_of_row = np.zeros(len(dataset), np.int64)
-    user_of_row[np.concatenate(rows)] = np.repeat(np.arange(users), [len(own) for own in rows])
+    owners = np.repeat(np.arange(len(rows)), [len(own) for own in rows])
+    user_of_row[np.concatenate(rows)] = owners
     if len(dealt) < len(dataset):
         fields = {name: field[dealt] for name, field in fields.items()}
-    return partition(fields, user_of_row[dealt], np.arange(users))
-
-
-@contextmanager
-def _refusals(what: str) -> Iterator[None]:
-    """Turn any error of a partitioner into one sentence."""
-    try:
-        yield
-    except Exception as error:
-        sentence = " ".join(str(error).split())
-        raise InvalidValueError(f"{what} refuses: {sentence or type(error).__name__}") from error
+    return partition(fields, user_of_row[dealt], np.arange(len(rows)))
 
 
 def _check_classes(rows: "Dataset", held_out: "Dataset", columns: Sequence[Any]) -> None:

@@ -33,7 +33,7 @@ from fedpriv.evaluation.federated import FederatedEvaluation, UserEvaluation, ke
 from fedpriv.evaluation.held_out import check_held_out
 from fedpriv.evaluation.personalisation import HeldOutUsers, Personalisation
 from fedpriv.experiment.config import Config, local_table, parse_config, plain, tables_of
-from fedpriv.experiment.mechanism import AsIf, Mechanism, Poisson, given
+from fedpriv.experiment.mechanism import AsIf, Mechanism, Numbers, Poisson, given
 from fedpriv.experiment.models import build_model
 from fedpriv.experiment.trackers import TRACKERS, Callback, Tracker
 from fedpriv.ledger.events import PrivacyBudget, RoundEvent, Unit
@@ -570,14 +570,9 @@ def _calibrated(
     )
 
 
-def _metric(
-    name: str,
-    numbers: Mapping[str, float | Sequence[float]],
-    task: Task,
-    statistics: RunningStatistics | None,
-) -> Metric:
-    if name == BATCH_NORM_METRIC and statistics is not None:
-        numbers = {"channels": sum(statistics.channels), **numbers}
+def _metric(name: str, numbers: Numbers, task: Task, moved: RunningStatistics | None) -> Metric:
+    if name == BATCH_NORM_METRIC and moved is not None:
+        numbers = {"channels": sum(moved.channels), **numbers}
     if name in task.metrics and ":" not in name:
         return replace(metric(f"task:{name}", **numbers), name=name)  # a function of the task
     return metric(name, **numbers)

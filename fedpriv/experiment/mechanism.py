@@ -62,6 +62,8 @@ from fedpriv.training.plan import AdaptiveClipping
 CONTRIBUTORS_SHARE = 0.01
 DEFAULT_PROBABILITY, DEFAULT_ROUNDS = 0.3, 100  # `simulations.defaults` is the study behind them
 
+Numbers = Mapping[str, float | Sequence[float]]  # of a metric, by name
+
 
 class CohortPolicy(ABC):
     """A way to draw cohorts from any population."""
@@ -369,7 +371,7 @@ class Mechanism:
     allocation: Allocation = "proportional"
     adaptive: AdaptiveClipping | None = None  # None: clipping norms are fixed
     averaging: Averaging = Averaging()  # noqa: RUF009 - frozen, so sharing it is safe
-    metrics: Mapping[str, Mapping[str, float | Sequence[float]]] = field(default_factory=dict)
+    metrics: Mapping[str, Numbers] = field(default_factory=dict)
     metrics_share: float = 0.05  # of the round's privacy, for all metrics together
     # Of the round's privacy, to count the users of a cohort whose update counts; 0: no count.
     contributors_share: float = CONTRIBUTORS_SHARE
@@ -415,7 +417,7 @@ class Mechanism:
         allocation: Allocation = "proportional",
         adaptive: AdaptiveClipping | None = None,
         averaging: Averaging | None = None,
-        metrics: Mapping[str, Mapping[str, float | Sequence[float]]] | Iterable[str] = (),
+        metrics: Mapping[str, Numbers] | Iterable[str] = (),
         metrics_share: float = 0.05,
         contributors_share: float = CONTRIBUTORS_SHARE,
         accountant: str = "tight",

@@ -415,8 +415,10 @@ def _result(
     plan, rounds, collected = experiment.plan, run.results(), run.collected()
     queries = plan.mechanism.query.events[: len(plan.groups)]
     seconds = statistics.median(row.simulation_only_seconds or math.inf for row in rounds)
-    figures = [f"simulation_only_{n}" for n in ("clipped", "update_norms", "signal_to_noise")]
     same = {field.name for field in fields(RunResult)} & {field.name for field in fields(RunEnd)}
+    found: dict[str, Any] = {name: getattr(outcome, name) for name in same}
+    figures = [f"simulation_only_{n}" for n in ("clipped", "update_norms", "signal_to_noise")]
+    found |= {name: means([getattr(row, name) for row in collected]) for name in figures}
     return RunResult(
         arm=cell.arm.name,
         target_epsilon=cell.target.epsilon,
@@ -428,8 +430,7 @@ def _result(
         clipping_norms=rounds[-1].clipping_norms,
         noise_stddevs={query.group: query.noise_stddev for query in queries},
         simulation_only_users_per_second=plan.sampling.expected_cohort_size / seconds,
-        **{name: means([getattr(row, name) for row in collected]) for name in figures},
-        **{name: getattr(outcome, name) for name in same},
+        **found,
     )
 
 

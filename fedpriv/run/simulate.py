@@ -139,8 +139,8 @@ def simulate(
         "federated_evaluation": federated_evaluation and asdict(federated_evaluation),
         "audit": audit and asdict(audit),
     }
-    sections |= {"rounds": rounds, "seed": seed}
-    config = settings_of(name, population, method, engine, ledger, **sections)
+    numbers = {"rounds": rounds, "seed": seed}
+    config = settings_of(name, population, method, engine, ledger, **numbers, **sections)
     place, source = (Path(path) if path else None for path in (out, start))
     setup = RunSetup.at(config, place, resume=resume, keep_going=keep_going, start=source)
     if setup.resuming and mechanism.rounds:  # it goes on with the noise that it started with

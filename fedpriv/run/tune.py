@@ -14,8 +14,7 @@ import random
 import tempfile
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property, partial
@@ -441,9 +440,9 @@ class _Search:
             return Tuning(setup.folder.path, {}, None, epsilon=price)
         run, folder = f"{setup.run}-tune", setup.folder
         folder.create()
-        with self._charged(run, event, budget, first) as (charge, price, randomness):
-            self._say("charged; the search prints nothing until it ends")
-            best = self._best_of(kinds, score, sign)
+        charge, price, randomness = self._charged(run, event, budget, first)
+        self._say("charged; the search prints nothing until it ends")
+        best = self._best_of(kinds, score, sign)
         if best is None:
             self._say("no trial ended; the charge stays, and nothing is released")
             return Tuning(folder.path, {}, None, epsilon=price)
@@ -488,11 +487,10 @@ class _Search:
             )
         return plan
 
-    @contextmanager
     def _charged(
         self, run: str, event: RoundEvent, budget: PrivacyBudget, first: Experiment
-    ) -> Iterator[tuple[str, float, Randomness]]:
-        """Charge the search, and yield the charge's hash and the ledger's ε and randomness."""
+    ) -> tuple[str, float, Randomness]:
+        """Charge the search, and return the charge's hash and the ledger's ε and randomness."""
         files = self.setup.ledger, record_path(self.setup.ledger)
         with PrivacyRecords.open(*files, first.plan.population, budget) as records:
             # The cohorts of trials stay secret; any user may be in one.
@@ -502,7 +500,7 @@ class _Search:
             randomness = first.entropy.randomness
             asked = ProposedCharge(run, 1, attempt, randomness, event, commitment)
             charge = records.charge(asked)
-            yield charge.hash, records.ledger.epsilon(budget), records.ledger.randomness
+            return charge.hash, records.ledger.epsilon(budget), records.ledger.randomness
 
     def _event(self, spent: Sequence[RoundEvent]) -> tuple[RoundEvent, Mapping[Any, Trial]]:
         """Return the search as an event, and the trials by their q and rounds.

@@ -55,13 +55,11 @@ def import_function(
     return cast(Function, function)
 
 
-def check_installed(
-    extra: str, *packages: str, error: type[FedprivError] = InvalidValueError
-) -> None:
-    """Raise `error` unless all packages of an extra, by default one of its name, are there."""
+def check_installed(extra: str, *packages: str) -> None:
+    """Refuse unless all packages of an extra, by default one of its name, are there."""
     if missing := [name for name in packages or [extra] if find_spec(name) is None]:
         cure = f"pip install 'fedpriv[{extra}]' installs what is needed"
-        raise error(f"{' and '.join(missing)} cannot be imported; {cure}")
+        raise InvalidValueError(f"{' and '.join(missing)} cannot be imported; {cure}")
 
 
 def path_of(thing: object) -> str:
@@ -71,16 +69,11 @@ def path_of(thing: object) -> str:
 
 
 def check_options(
-    what: str,
-    function: Function,
-    options: Iterable[str],
-    error: type[FedprivError],
-    noun: str = "option",
+    what: str, function: Function, options: Iterable[str], error: type[FedprivError]
 ) -> None:
     """Raise `error` if options are unknown, or required ones absent.
 
-    `noun` is the word for an option in its message. A function that takes any keyword is not
-    checked.
+    A function that takes any keyword is not checked.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -91,11 +84,11 @@ def check_options(
     by_name = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     for option in options:
         if option not in by_name:
-            lacks = f"has no {noun} {option!r}; {known_names(option, by_name)}"
+            lacks = f"has no option {option!r}; {known_names(option, by_name)}"
             raise error(f"{what} {lacks if by_name else 'takes no options'}")
     for name, parameter in by_name.items():
         if parameter.default is parameter.empty and name not in options:
-            raise error(f"{what} needs the {noun} {name!r}")
+            raise error(f"{what} needs the option {name!r}")
 
 
 def raised_at(cause: BaseException) -> str:

@@ -142,5 +142,5 @@ def test_names_and_arguments_that_do_not_fit_are_one_sentence(name, arguments, e
 
 def test_absent_package_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "flwr_datasets", None)
-    with pytest.raises(DataError, match=r"pip install 'fedpriv\[flower\]'"):
+    with pytest.raises(InvalidValueError, match=r"pip install 'fedpriv\[flower\]'"):
         partitioner_named("IidPartitioner", {"num_partitions": 3})
