@@ -185,9 +185,7 @@ def on_population(
         experiment.device,
         chunk_memory_of(engine.chunk_mebibytes, experiment.device),
         on_dropped=_naming_the_first(population, mechanism.unit, places, experiment.notes),
-        activations=engine.activations,
-        processes=engine.processes,
-        path=engine.path,
+        **engine.model_dump(include={"activations", "processes", "path"}),
         timed=config.seed is None,
         # A number of users that few cohorts exceed.
         cohort=math.ceil(drawn.expected_cohort_size + math.sqrt(drawn.cohort_variance)),
@@ -629,6 +627,8 @@ def settings_of(
         )
     if others.get("rounds") is None and mechanism.rounds is None:
         raise InvalidValueError("rounds is absent; the mechanism was not calibrated for a number")
+    if mechanism.delta is None:
+        raise InvalidValueError("the mechanism has no delta; it must be in (0, 1)")
     moved = {**task.parameters(), **task.statistics()}
     how = method.personalisation
     table: dict[str, Any] = {

@@ -433,6 +433,7 @@ class Mechanism:
         guarantee still protects users: `PoissonExamples`. Metrics that need no numbers may be given
         as names. The other arguments are attributes of the class.
         """
+        options = locals()  # most are named as the fields of the class
         if isinstance(metrics, str):  # each of its letters would be a name
             raise InvalidValueError(f"metrics are {metrics!r}; they must be a list of names")
         check_types(metrics=(metrics, Iterable))
@@ -443,19 +444,10 @@ class Mechanism:
             raise InvalidValueError(
                 f"total_examples is {total_examples}; without examples_per_user it must be absent"
             )
-        return cls(
-            policy,
-            clipping,
-            allocation=allocation,
-            adaptive=adaptive,
-            averaging=Averaging() if averaging is None else averaging,
-            metrics=metrics if isinstance(metrics, Mapping) else {name: {} for name in metrics},
-            metrics_share=metrics_share,
-            contributors_share=contributors_share,
-            accountant=accountant,
-            unit=Unit(check_unit(unit, microbatch)),
-            microbatch=microbatch,
-        )
+        given = {name: options[name] for name in cls.__dataclass_fields__ if name in options}
+        given["averaging"] = Averaging() if averaging is None else averaging
+        given["metrics"] = metrics if isinstance(metrics, Mapping) else {n: {} for n in metrics}
+        return cls(policy, **given)
 
     def for_users(self, users: int) -> Self:
         """Return the mechanism for N users, with the default clipping norm if it has none.
