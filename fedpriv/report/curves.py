@@ -1,12 +1,10 @@
 """Charts of any runs together: accuracy against ε, the number of users, and time."""
 
 import itertools
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedpriv.errors import DataError, InvalidValueError
-from fedpriv.experiment.config import flattened
 from fedpriv.report.charts import Chart
 from fedpriv.report.guarantee import (
     about_projection,
@@ -98,9 +96,9 @@ def _measure(records: Sequence[RunRecord]) -> Measure:
 def _grouped(records: Sequence[RunRecord]) -> list[_Alike]:
     groups: dict[str, tuple[dict[str, object], list[RunRecord]]] = {}
     for record in records:
-        plan = {k: v for k, v in tomllib.loads(record.plan).items() if k not in _OF_ONE_RUN}
-        values = flattened(plan).items()  # a section may be empty
-        settings = {k: v for k, v in values if v != {} and k.split(".")[-1] != "seed"}
+        values = {key: value for key, value in record.settings.items() if value != {}}
+        keys = [key for key in values if key.split(".")[0] not in _OF_ONE_RUN]
+        settings = {key: values[key] for key in keys if key.split(".")[-1] != "seed"}
         groups.setdefault(repr(sorted(settings.items())), (settings, []))[1].append(record)
     return [_Alike(settings, runs) for settings, runs in groups.values()]
 

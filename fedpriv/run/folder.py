@@ -19,7 +19,7 @@ from fedpriv.accounting.pricing import LedgerContent
 from fedpriv.accounting.risks import risks_of
 from fedpriv.audit.verdict import AuditResult
 from fedpriv.errors import DataError, InvalidValueError, LedgerError
-from fedpriv.experiment.config import Config, load_config
+from fedpriv.experiment.config import Config, flattened, load_config
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord, record_path
 from fedpriv.report.records import RunEnd, RunRecord, SimulationOnlyRound, SiteTable, Verification
@@ -280,6 +280,7 @@ def read_run(folder: Path) -> RunRecord:
         name=config.run or config.name,
         folder=folder,
         plan=run.plan.read_text(encoding="utf-8"),
+        settings=flattened(config.model_dump(exclude_none=True)),
         rounds_planned=config.rounds,
         delta=config.privacy.delta,
         budget=None if config.privacy.unsafe_no_privacy else config.privacy.epsilon,
