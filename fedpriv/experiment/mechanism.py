@@ -113,12 +113,10 @@ class AsIf(CohortPolicy):
     def of(self, users: int | None, unit: Unit) -> PoissonSampling:
         """Return Poisson sampling of N users, up to N', with the probability of the cohort."""
         enrolled, q = users or 1, self.drawn.probability
-        if enrolled > self.population:
-            limit = f"at least the number of {unit}s that are there, {enrolled}"
-            raise InvalidValueError(f"as_if is {self.population}; it must be {limit}")
-        if (self.cohort or 0) > enrolled:
-            limit = f"at most the number of {unit}s that are there, {enrolled}"
-            raise InvalidValueError(f"cohort is {self.cohort}; it must be {limit}")
+        if not (self.cohort or 0) <= enrolled <= self.population:
+            given = f"as_if is {self.population} and cohort is {self.cohort}"
+            limit = f"cohort ≤ {enrolled} ≤ as_if, as {enrolled} {unit}s are there"
+            raise InvalidValueError(f"{given}; it must be {limit}")
         drawn = min(1.0, (self.cohort or q * self.population) / enrolled)
         return PoissonSampling(enrolled, drawn, unit, Projection(self.population, q))
 

@@ -520,28 +520,28 @@ class _Models:
         Its ε is that of all rounds, since the choice depends on all of them.
         """
         if self.round and self.checkpoint:
-            last, experiment = self._folder.results()[-1], self._experiment
+            last = self._folder.results()[-1]
             stated = replace(self.round, epsilon=last.epsilon, randomness=last.randomness)
-            about = [stated], experiment.classes
-            model = released_model(experiment.task, self.checkpoint.state, *about)
-            with_room(lambda: write_atomically(self._folder.best, model))
+            self._write(self._folder.best, self.checkpoint.state, [stated])
 
     def write_mean(self, state: ServerState) -> dict[str, Any]:
         """Write the mean of the last models, if there is one yet, and return its figures."""
         if not state.mean:
             return {}
         averaged = replace(state, parameters=state.mean, statistics={})
-        about, experiment = self._folder.results(), self._experiment
-        model = released_model(experiment.task, averaged, about, experiment.classes)
-        with_room(lambda: write_atomically(self._folder.mean, model))
-        return _measured(experiment, state.mean)
+        self._write(self._folder.mean, averaged, self._folder.results())
+        return _measured(self._experiment, state.mean)
+
+    def _write(self, path: Path, state: ServerState, about: Sequence[RoundResult]) -> None:
+        """Write the model of a state into a file, with what these rounds say about it."""
+        model = released_model(self._experiment.task, state, about, self._experiment.classes)
+        with_room(lambda: write_atomically(path, model))
 
     def ended(
         self, stop: Stop, state: ServerState, auditor: Auditor | None, counted: Contributors
     ) -> Run:
         """Write the models and the end of the run into its folder, and return the run."""
         folder, experiment, records = self._folder, self._experiment, self._records
-        figures = self.figures
         plan, charged = experiment.plan, records.ledger.epsilon(records.budget)
         early = stop is Stop.TOO_FEW and state.round < plan.rounds
         epsilon, results = records.budget.epsilon if early else charged, folder.results()
@@ -549,8 +549,7 @@ class _Models:
         if stop is Stop.TOO_FEW or (results and results[-1].round > state.round):
             _restate(folder, state.round, epsilon)
         results = folder.results()
-        model = released_model(experiment.task, state, results, experiment.classes)
-        with_room(lambda: write_atomically(folder.model, model))
+        self._write(folder.model, state, results)
         self.write_best()
         mean = self.write_mean(state)
         if plan.sampling.rounds > 1 and not records.ledger.open_series(plan.run):
@@ -560,22 +559,20 @@ class _Models:
         larger, enrolled_epsilon = plan.sampling.event().projection, None
         if larger is not None:
             accountant = accountant_named(experiment.config.privacy.accountant)
-            enrolled_epsilon = accountant.upper_epsilon(
-                records.ledger.spent(), records.budget.delta
-            )
+            spent, delta = records.ledger.spent(), records.budget.delta
+            enrolled_epsilon = accountant.upper_epsilon(spent, delta)
+        told = notes.of_run(experiment, stop, counted, results, charged, self.figures["loss"])
         end = RunEnd(
             stop=stop,
             round=state.round,
             epsilon=epsilon,
             delta=records.budget.delta,
-            warnings=tuple(
-                notes.of_run(experiment, stop, counted, results, charged, figures["loss"])
-            ),
+            warnings=tuple(told),
             mean_accuracy=mean.get("accuracy"),
             mean_loss=mean.get("loss"),
             as_if=larger.population if larger else None,
             enrolled_epsilon=enrolled_epsilon,
-            **figures,
+            **self.figures,
         )
         with_room(partial(folder.write_end, end))
         return Run(
