@@ -1,7 +1,6 @@
 """Reading a report without a browser, and runs that are made up."""
 
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ from xml.etree.ElementTree import Element
 import html5lib
 
 from fedpriv.accounting.pricing import read_ledger
-from fedpriv.experiment.config import flattened
 from fedpriv.ledger.events import Randomness, RoundEvent
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.report.charts import library
@@ -101,7 +99,7 @@ def made_up(
         name=name,
         folder=path.parent,
         plan=plan,
-        settings=flattened(tomllib.loads(plan)),
+        settings={},
         rounds_planned=len(events),
         delta=delta,
         budget=None,
