@@ -31,11 +31,9 @@ def import_function(
     found = known.get(path, path)
     if not isinstance(found, str):
         return found
-    module_name, colon, name = found.partition(":")
-    if known and not colon:
+    if known and ":" not in found:
         raise error(f"{what} is unknown; {known_names(path, known)}, or package.module:name")
-    if not all(part.isidentifier() for part in module_name.split(".")):
-        raise error(f"{what} is not of the form package.module:function")
+    module_name, name = split_path(what, found, error)
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as cause:  # a script may call sys.exit(0)
@@ -53,6 +51,14 @@ def import_function(
             f"{known_names(name, public)}"
         )
     return cast(Function, function)
+
+
+def split_path(what: str, path: str, error: type[FedprivError]) -> tuple[str, str]:
+    """Return the parts of "package.module:function"; `error` for a path of another form."""
+    module, _, name = path.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
+        raise error(f"{what} is not of the form package.module:function")
+    return module, name
 
 
 def check_installed(extra: str, *packages: str) -> None:
