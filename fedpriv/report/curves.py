@@ -62,8 +62,8 @@ def curves(records: Sequence[RunRecord]) -> list[Chart]:
 
 
 def _charts(alike: Sequence[_Alike], measure: Measure) -> Iterator[Chart]:
-    first, runs = alike[0].records[0], dict(zip(_names(alike), alike, strict=True))
-    series = [line_by_round(name, each.records, measure, spent) for name, each in runs.items()]
+    first, runs = alike[0].records[0], [*zip(_names(alike), alike, strict=True)]
+    series = [line_by_round(name, each.records, measure, spent) for name, each in runs]
     words = {"unit": unit_of(first.ledger), "delta": first.delta}
     yield measure_chart("runs-epsilon", measure, series, "by-epsilon", None, None, **words)
 
@@ -79,7 +79,7 @@ def _charts(alike: Sequence[_Alike], measure: Measure) -> Iterator[Chart]:
 
     rounds = [result for group in alike for run in group.records for result in run.rounds]
     if all(result.simulation_only_seconds is not None for result in rounds):
-        series = [line_by_round(name, each.records, measure, _time) for name, each in runs.items()]
+        series = [line_by_round(name, each.records, measure, _time) for name, each in runs]
         yield measure_chart("runs-seconds", measure, series, "by-seconds")
 
 
