@@ -110,8 +110,10 @@ def _print_rows(table: Table, title: Text, console: Console) -> None:
     """Print each row as a list of its cells, behind their headings."""
     console.print(title)
     names = [" ".join(column.name.split()) for column in table.columns]
+    width = max(map(len, names))
     for row in table.rows:
-        console.print("", *map("{}  {}".format, names, row), sep="\n")
+        cells = (Text(f"{name:{width}}  {cell}") for name, cell in zip(names, row, strict=True))
+        console.print("", *cells, sep="\n")
 
 
 def plural(unit: str) -> str:
