@@ -233,9 +233,12 @@ def test_a_file_and_values_say_the_same(text: str, local: LocalTraining) -> None
         ("learning_rate = -0.5", "local.learning_rate is -0.5"),
         (
             "learning_rate = { start = 1.0 }",
-            "local.learning_rate.schedule is ''",
+            "learning_rate.schedule '' is unknown",
         ),
-        ('learning_rate = { schedule = "stepp" }', "schedule is 'stepp'"),
+        (
+            'learning_rate = { schedule = "stepp" }',
+            "schedule 'stepp' is unknown; did you mean 'step'",
+        ),
         ('algorithm = "adam"\nlearning_rate = 0.1', "did you mean 'adamw'"),
     ],
 )
@@ -257,7 +260,7 @@ def test_a_file_that_is_wrong_is_refused_in_one_sentence(text: str, message: str
         ),
         (
             'learning_rate = { schedule = "power" }',
-            "local.learning_rate.schedule 'power' needs the option 'start'",
+            "learning_rate.schedule 'power' needs the option 'start'",
         ),
     ],
 )

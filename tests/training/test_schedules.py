@@ -175,8 +175,8 @@ def test_a_file_says_what_python_says(schedule: RateSchedule) -> None:
 @pytest.mark.parametrize(
     ("rate", "message"),
     [
-        ({"schedule": "polynomal", "start": 1.0}, "schedule is 'polynomal'"),
-        ({"start": 1.0, "factor": 0.5}, "schedule is ''"),
+        ({"schedule": "polynomal", "start": 1.0}, "schedule 'polynomal' is unknown; did you mean"),
+        ({"start": 1.0, "factor": 0.5}, "schedule '' is unknown"),
         ({"schedule": "power", "begin": 1.0}, "has no option 'begin'"),
         ({"schedule": "step", "start": 1.0}, "needs the option 'factor'"),
         ({"schedule": "power", "start": -1.0}, "start of the schedule is -1.0"),
