@@ -340,10 +340,9 @@ class SamplingSection(Section):
         given = {} if q is None else {"probability": q}
         policy = _POLICY.build(self.policy, self.options, given)
         if (own := getattr(policy, "probability", None)) != q:
-            raise InvalidValueError(
-                f"privacy.sampling_probability is {q}, and that of {self.policy!r} is {own}; only "
-                "this key may give it, and only to a policy that has one"
-            )
+            no_other = f"sampling.options must not give {own} as the probability"
+            cure = f"it must be absent for {self.policy!r}" if own is None else no_other
+            raise InvalidValueError(f"privacy.sampling_probability is {q}; {cure}")
         return policy
 
 
