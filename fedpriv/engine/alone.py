@@ -65,9 +65,8 @@ class AloneModel:
             memory = [self._kept.numbers[name] for name in start.parameters]
             descent = Descent(start.parameters, local, start.control, start.personal)
             for step, (x, y) in enumerate(batches):
-                total, count = task.summed_loss(outputs_of(model, x, activations), y)
-                mean = total * torch.reciprocal(count).to(total)
-                gradients = torch.autograd.grad(mean, trained, materialize_grads=True)
+                loss = task.mean_loss(outputs_of(model, x, activations), y)
+                gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
                 descent.step_of_one(memory, gradients)
                 if step + 1 < steps:
                     descent.put_into(memory)

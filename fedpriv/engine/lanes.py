@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from fedpriv.engine.products import LowRank, Window, convolved, multiplied
 from fedpriv.engine.schedule import random_words
+from fedpriv.engine.task import cross_entropy
 from fedpriv.errors import ModelError
 
 Arguments = tuple[Any, ...]
@@ -317,7 +318,7 @@ def _loss(_: Lanes, call: Call) -> Any:
     call.need(isinstance(x, Rows) and isinstance(y, Rows) and x.dim() >= y.dim())
     call.need(not any(isinstance(t, Rows | Weights) for t in [*call.tensors][2:]))
     call.need(call.name in _OF_CLASSES or x.shape == y.shape)
-    call.need(call.options.get("reduction") == "none")
+    call.need(call.function is cross_entropy or call.options.get("reduction") == "none")
     call.need(call.options.get("reduce") is None and call.options.get("size_average") is None)
     return call.as_rows()
 
@@ -563,7 +564,7 @@ def _attention(_: Lanes, call: Call) -> Any:
     return call.as_rows()
 
 
-_OF_CLASSES = ("cross_entropy", "class_losses", "nll_loss")
+_OF_CLASSES = ("cross_entropy", "nll_loss")
 _ELEMENTWISE = """
     abs absolute acos add addcdiv addcmul asin atan atan2 bitwise_and bitwise_not bitwise_or
     bitwise_xor bool ceil celu clamp clamp_max clamp_min clip clone contiguous copysign cos cosh
@@ -632,7 +633,7 @@ _RULES: Mapping[str, Rule] = {
     "scaled_dot_product_attention": _attention,
     **{f"{kind}_loss": _loss for kind in ("nll", "mse", "l1", "smooth_l1", "huber")},
     **{f"binary_cross_entropy{kind}": _loss for kind in ("", "_with_logits")},
-    **dict.fromkeys(("cross_entropy", "class_losses"), _loss),
+    "cross_entropy": _loss,
 }
 _TURNED_RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_SHAPES_AND_TYPES.split(), _public),

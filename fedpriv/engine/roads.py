@@ -364,9 +364,9 @@ class _Trials:
             local = replace(self.request.local, learning_rate=rate)
             self.request = replace(self.request, local=local)
             try:
-                (chunk,) = self._chunks(Road(), np.zeros(1, np.int64))
-                moved = trainer.moved(self.request, self._start, chunk, self._store)
+                chunk = Chunk(np.zeros(1, np.int64))
+                sent = trainer.sent(self.request, self._start, chunk, self._store)
             except Exception:  # another rate would not help
                 return
-            if all(bool(torch.isfinite(update[:1]).all()) for update in moved.values()):
+            if all(bool(torch.isfinite(sent[name][:]).all()) for name in self.request.parameters):
                 return

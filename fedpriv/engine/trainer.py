@@ -24,11 +24,11 @@ from fedpriv.engine.arithmetic import (
     tf32,
 )
 from fedpriv.engine.descent import same_for_all
-from fedpriv.engine.examples import Examples, OwnExamples, held_on, lent
+from fedpriv.engine.examples import Examples, held_on
 from fedpriv.engine.graphs import Graphs
 from fedpriv.engine.indices import Indices
 from fedpriv.engine.measuring import Blocks, Measuring, diagnose_users, group_norms, user_metrics
-from fedpriv.engine.schedule import Integers, Schedule, counted
+from fedpriv.engine.schedule import Integers, Schedule, counted, largest_batch
 from fedpriv.engine.side_by_side import Group, SideBySideModel
 from fedpriv.engine.task import Inputs, RoundParameters, Task, outputs_of
 from fedpriv.privacy.clipping_torch import (
@@ -45,9 +45,6 @@ from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS
 from fedpriv.privacy.round import PartialSum
 from fedpriv.training.request import RoundRequest
 
-AnyExamples = Examples | OwnExamples
-
-_CLIPPED_AT_ONCE = 2**18  # numbers in the updates of users who train alone
 _PIECES = 8  # into which a chunk that fails is split
 _TOTAL, _WEIGHTS = "total", "weights"  # names of the output, and an input, of graphs of sums
 
@@ -102,7 +99,6 @@ class _Sums:
         self.dropped: SimulationOnlyDropped | None = None
         self.reasons = list[str]()
         self.pending = list[Callable[[], npt.NDArray[np.int64]]]()  # sums on a GPU
-        self.alone = list[tuple[Chunk, Updates]]()  # updates of single users, not yet clipped
 
     def wait(self, limit: int) -> None:
         """Add pending sums until at most `limit` remain."""
@@ -153,11 +149,8 @@ class Trainer:
         Fields that are mapped from files are assumed to be too large.
         """
         columns = {name: self.users.fields[name] for name in self.task.fields}
-        if any(isinstance(column, np.memmap) for column in columns.values()):
-            return None
-        if self.device.type == "cpu":
-            return lent(columns)
-        if self.device.type != "cuda":
+        mapped = any(isinstance(column, np.memmap) for column in columns.values())
+        if mapped or self.device.type != "cuda":
             return None
         free, _ = torch.cuda.mem_get_info(self.device)
         if sum(column.nbytes for column in columns.values()) > free // 4:  # the rest is for chunks
@@ -224,7 +217,6 @@ class Trainer:
             for chunk in chunks:
                 self._add(sums, chunk)
                 sums.wait(1)  # a GPU trains one chunk while the sum of another is copied
-            self._clip_alone(sums)
             return sums.done(str(chunks[0].users[0]))
 
     def _add(self, sums: _Sums, chunk: Chunk) -> None:
@@ -236,7 +228,7 @@ class Trainer:
             if self.device.type != "cpu":
                 self.indices.check(chunk.users)
             total = None
-            if self.graphs is not None and isinstance(examples, Examples):
+            if self.graphs is not None and chunk.shapes:
                 total = self._total(request, start, chunk, examples, weights)
             if total is None:
                 sent = self._sent(request, start, chunk, examples)
@@ -254,13 +246,11 @@ class Trainer:
             return
         # Training is complete, so later errors are not due to a user, and end the round.
         sums.users, sums.weight = sums.users + len(weights), sums.weight + int(weights.sum())
-        if self.device.type == "cpu" and not chunk.shapes:
-            sums.alone.append((chunk, sent))
-            if len(sums.alone) * clipping.layout.dimension >= _CLIPPED_AT_ONCE:
-                self._clip_alone(sums)
-            return
         if self.device.type == "cpu":
-            self._clip(sums, chunk, sent, weights)
+            before = _contributors(request, sums.total)
+            add_contributions(sums.total, sent, clipping, weights)
+            contributors = _contributors(request, sums.total) - before
+            self._look_for_lost(sums, chunk, contributors, lambda: sent)
             return
         fetch = _fetched(integer_sum(sent, clipping, weights) if total is None else total)
 
@@ -270,26 +260,6 @@ class Trainer:
             return total
 
         sums.pending.append(summed)
-
-    def _clip_alone(self, sums: _Sums) -> None:
-        """Clip the updates of users who trained alone, all at once, which takes less time."""
-        if not sums.alone:
-            return
-        chunks, sent = zip(*sums.alone, strict=True)
-        sums.alone.clear()
-        merged = replace(chunks[0], users=np.concatenate([chunk.users for chunk in chunks]))
-        counts = counted(sizes_of(self.users, merged.users), sums.request.local)
-        weights = np.minimum(counts, sums.request.clipping.weight_cap)
-        updates = sent[0]
-        if len(sent) > 1:
-            updates = {name: torch.cat([update[name][:] for update in sent]) for name in sent[0]}
-        self._clip(sums, merged, updates, weights)
-
-    def _clip(self, sums: _Sums, chunk: Chunk, sent: Updates, weights: Integers) -> None:
-        before = _contributors(sums.request, sums.total)
-        add_contributions(sums.total, sent, sums.request.clipping, weights)
-        contributors = _contributors(sums.request, sums.total) - before
-        self._look_for_lost(sums, chunk, contributors, lambda: sent)
 
     def _look_for_lost(
         self, sums: _Sums, chunk: Chunk, contributors: int, sent: Callable[[], Updates]
@@ -313,20 +283,6 @@ class Trainer:
                 reason = f"its field {name!r} holds NaN or infinity"
         sums.dropped = SimulationOnlyDropped(user, f"{reason}: {error}" if error else reason)
 
-    def moved(
-        self,
-        request: RoundRequest,
-        start: RoundParameters,
-        chunk: Chunk,
-        store: UserStore | None = None,
-    ) -> Updates:
-        """Return how far users move in all trained parameters, [L, *shape] by name.
-
-        This includes personal parameters. The users may be those of another store.
-        """
-        with plain_arithmetic(self.device), generators_apart(self.device):
-            return self._moved(request, start, chunk, self._examples(request, chunk, store))
-
     def sent(
         self,
         request: RoundRequest,
@@ -339,13 +295,13 @@ class Trainer:
             return self._sent(request, start, chunk, self._examples(request, chunk, store))
 
     def _sent(
-        self, request: RoundRequest, start: RoundParameters, chunk: Chunk, examples: AnyExamples
+        self, request: RoundRequest, start: RoundParameters, chunk: Chunk, examples: Examples
     ) -> Updates:
         moved = self._moved(request, start, chunk, examples)
         return self._reported(request, start, examples, moved)
 
     def _reported(
-        self, request: RoundRequest, start: RoundParameters, examples: AnyExamples, moved: Updates
+        self, request: RoundRequest, start: RoundParameters, examples: Examples, moved: Updates
     ) -> Updates:
         """Return the updates and metrics of users who moved so far, [L, *shape] by name."""
         updates = {name: t for name, t in moved.items() if name not in start.personal}
@@ -358,9 +314,9 @@ class Trainer:
         return {**updates, **reported}
 
     def _moved(
-        self, request: RoundRequest, start: RoundParameters, chunk: Chunk, examples: AnyExamples
+        self, request: RoundRequest, start: RoundParameters, chunk: Chunk, examples: Examples
     ) -> Updates:
-        if isinstance(examples, OwnExamples):
+        if not chunk.shapes:
             return self._moved_alone(request, start, examples)
         if self.graphs is None:
             return self._moved_together(request, start, chunk, examples)
@@ -405,16 +361,16 @@ class Trainer:
             return Group(self.side_by_side, *training).trained(_in_lanes(chunk, examples))
 
     def _moved_alone(
-        self, request: RoundRequest, start: RoundParameters, examples: OwnExamples
+        self, request: RoundRequest, start: RoundParameters, examples: Examples
     ) -> Updates:
-        seed_generators(request.local_key, examples.user, self.device)
+        seed_generators(request.local_key, int(examples.users[0]), self.device)
         training = examples.batches(), request.local, self.activations, examples.steps
         with self._product_precision:
             return self.alone.moved(self.task, start, *training)
 
-    def _blocks(self, start: RoundParameters, examples: AnyExamples) -> Blocks:
+    def _blocks(self, start: RoundParameters, examples: Examples) -> Blocks:
         """Yield the evaluation of users' rows by the model at the start."""
-        if isinstance(examples, Examples):
+        if examples.lanes > 1:
             lanes, model = examples.lanes, self.measured
             model.kept.copy_from(start.constants)
             run = partial(model.outputs, same_for_all(start.parameters, lanes), lanes)
@@ -430,21 +386,16 @@ class Trainer:
 
     def _examples(
         self, request: RoundRequest, chunk: Chunk, store: UserStore | None = None
-    ) -> AnyExamples:
+    ) -> Examples:
         store, hosted = (self.users, self.hosted) if store is None else (store, None)
         enrolled, local = chunk.users if hosted is None else hosted[chunk.users], request.local
-        if not chunk.shapes:
-            (user,), (index,) = enrolled.tolist(), chunk.users.tolist()
-            resident = self.resident if store is self.users else None
-            data = store.rows_of(index), store, self.device, self.task, resident
-            return OwnExamples(user, local, request.local_key, *data)
-        rows = enrolled, store.offsets[chunk.users], sizes_of(store, chunk.users)
-        shape = chunk.width, chunk.lanes
-        schedule = Schedule.of(*rows, local, request.local_key, *shape, store.rows)
-        on_gpu = store is self.users and self.device.type == "cuda"
-        resident = self.resident if on_gpu else None
-        examples = Examples(len(enrolled), schedule, store, self.device, self.task, resident)
-        if self.device.type == "cpu":
+        starts, sizes = store.offsets[chunk.users], sizes_of(store, chunk.users)
+        width = chunk.width if chunk.shapes else int(largest_batch(counted(sizes, local), local)[0])
+        shape = width, chunk.lanes, store.rows
+        schedule = Schedule.of(enrolled, starts, sizes, local, request.local_key, *shape)
+        resident = self.resident if store is self.users else None
+        examples = Examples(enrolled, schedule, store, self.device, self.task, resident)
+        if self.device.type == "cpu" or not chunk.shapes:
             return examples
         measured = self.observed or bool(request.measured)
         return replace(examples, made_of=examples.given(measured=measured))

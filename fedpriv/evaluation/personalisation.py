@@ -124,7 +124,7 @@ class FineTuning:
         """Yield the users of a chunk and their tensors; if forgiving, bisect a chunk that fails."""
         initial = start.parameters
         try:
-            moved = self._trainer.moved(request, start, chunk, users)
+            moved = self._trainer.sent(request, start, chunk, users)
         except Exception as error:
             if not self._forgiving:
                 raise

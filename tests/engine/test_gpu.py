@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from fedpriv.engine.arithmetic import Activations
+from fedpriv.engine.examples import Examples
 from fedpriv.engine.roads import Path
 from fedpriv.engine.schedule import mask_words, random_words
 from fedpriv.engine.task import RoundParameters, Task
-from fedpriv.engine.trainer import AnyExamples, Chunk, Trainer
+from fedpriv.engine.trainer import Chunk, Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.privacy import clipping_torch
 from fedpriv.privacy.clipping import Clipping
@@ -263,7 +264,7 @@ def test_training_does_not_wait_for_the_device(
         request: RoundRequest,
         start: RoundParameters,
         chunk: Chunk,
-        examples: AnyExamples,
+        examples: Examples,
     ) -> Updates:
         seen.append(chunk)
         with never_waiting():

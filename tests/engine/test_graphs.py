@@ -224,7 +224,6 @@ def sum_of_chunks(trained: Trainer, request: RoundRequest, users: Sequence[int])
     start = trained.begin(request)
     for chunk in chunks_of(trained, request, users):
         examples = trained._examples(request, chunk)
-        assert isinstance(examples, Examples)
         examples = replace(examples, resident=trained.resident)
         examples = replace(examples, made_of=examples.given(measured=True))
         weights = np.minimum(examples.counts, request.clipping.weight_cap)

@@ -142,7 +142,7 @@ def learnt(kind: str, users: UserStore, touches: float) -> Updates:
         lean = trainer.side_by_side.lean(local, 2, 1, 3)
     assert bool(lean) == bool(touches)
     chunk = Chunk(everyone, (4,), 3, lean)
-    return trainer.moved(request, trainer.begin(request), chunk)
+    return trainer.sent(request, trainer.begin(request), chunk)
 
 
 def four_users(kind: str) -> UserStore:

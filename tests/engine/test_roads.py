@@ -14,11 +14,12 @@ from torch import nn
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine import roads
+from fedpriv.engine.examples import Examples
 from fedpriv.engine.roads import Path, Road
 from fedpriv.engine.schedule import counted, largest_batch, steps_of
 from fedpriv.engine.side_by_side import step_class
 from fedpriv.engine.task import Task, cross_entropy
-from fedpriv.engine.trainer import AnyExamples, Chunk, Trainer, sizes_of
+from fedpriv.engine.trainer import Chunk, Trainer, sizes_of
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import ModelError
 from fedpriv.privacy.clipping_torch import Updates
@@ -199,7 +200,7 @@ def plant(
     honest = Trainer._moved
 
     def planted(
-        trainer: Trainer, asked: RoundRequest, start: Any, chunk: Chunk, examples: AnyExamples
+        trainer: Trainer, asked: RoundRequest, start: Any, chunk: Chunk, examples: Examples
     ) -> Updates:
         updates = honest(trainer, asked, start, chunk, examples)
         if chunk.shapes:
@@ -356,7 +357,7 @@ def test_random_users_who_do_not_stay_finite_train_at_a_smaller_rate() -> None:
     trials = roads._Trials(transport._trainer, request_to(transport))
     trials._invent_batches(8, [2], None)
     chunk = Chunk(np.zeros(1, np.int64))
-    moved = transport._trainer.moved(trials.request, trials._start, chunk, trials._store)
+    moved = transport._trainer.sent(trials.request, trials._start, chunk, trials._store)
     assert all(bool(torch.isfinite(update[:]).all()) for update in moved.values())
 
 

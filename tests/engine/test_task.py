@@ -463,8 +463,8 @@ def test_a_model_of_nan_is_refused() -> None:
 @pytest.mark.parametrize("shape", [(5, 4), (5, 4, 3)])
 def test_the_mean_loss_of_probabilities_is_that_of_torch(shape: tuple[int, ...]) -> None:
     outputs, targets = torch.randn(shape), torch.randn(shape).softmax(1)
-    total, count = Task(nn.Linear(1, 1)).summed_loss(outputs, targets)
-    torch.testing.assert_close(total / count, nn.functional.cross_entropy(outputs, targets))
+    loss = Task(nn.Linear(1, 1)).mean_loss(outputs, targets)
+    torch.testing.assert_close(loss, nn.functional.cross_entropy(outputs, targets))
 
 
 def test_wrappers_of_a_model_are_taken_off() -> None:
