@@ -39,10 +39,6 @@ class WithinBounds(TorchFunctionMode):
     uninitialised pivots, so another one is used.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.needed = False  # whether one of these functions was called
-
     def __torch_function__(
         self,
         function: Callable[..., Any],
@@ -54,7 +50,6 @@ class WithinBounds(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if function not in _BEYOND:
             return function(*args, **kwargs)
-        self.needed = True
         if function in _CTC:
             names = tuple(signature(functional.ctc_loss).parameters)
             _check_labels(**(dict(zip(names, args, strict=False)) | kwargs))

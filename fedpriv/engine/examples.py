@@ -126,11 +126,12 @@ class Examples:
         for window in self.windows([1] * self.steps):
             for step, first in zip(range(window.real.shape[1]), firsts, strict=False):
                 place = 0, step, slice(min(width, count - first))
+
                 # In memory of its own, whose alignment does not depend on the step.
-                yield (
-                    each_input(lambda t, place=place: t[place].clone(), window.x),
-                    window.y[place].clone(),
-                )
+                def rows(t: Tensor, place: tuple[int, int, slice] = place) -> Tensor:
+                    return t[place].clone()
+
+                yield each_input(rows, window.x), rows(window.y)
 
     def blocks(self) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
         """Yield each row to measure once: x and y [L·W, …], and which rows are real [L, W]."""

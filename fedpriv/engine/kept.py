@@ -17,13 +17,18 @@ _FIXED = (
 """Types of values that are immutable, or are restored separately."""
 
 
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a model, not copies, by their first names."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
 class KeptModel:
     """A model, with the initial state of its tensors and of all attributes of its modules."""
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         """`names` are the parameters and buffers to restore."""
         self.model = model
-        named: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        named = named_tensors(model)
         self.tensors = {name: named[name] for name in names}
         self.numbers = {name: tensor.detach() for name, tensor in self.tensors.items()}
         self._trained = {name: tensor.requires_grad for name, tensor in self.tensors.items()}

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from fedpriv.engine.arithmetic import generator_apart
+from fedpriv.engine.arithmetic import generators_apart
 from fedpriv.engine.task import Inputs, RunningNorm, Task, called, running_norms
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError, known_names
 from fedpriv.measures.figures import LOSS, Seen, Sums
@@ -175,7 +175,7 @@ def check_metrics(
             _check_update_norms(metric, clipping)
             continue
         try:
-            with torch.no_grad(), generator_apart():
+            with torch.no_grad(), generators_apart():
                 values = sums.finish(sums.of_rows(measuring.seen(x, y)))  # for two users
         except FedprivError:
             raise

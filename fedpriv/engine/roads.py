@@ -338,11 +338,9 @@ class _Trials:
         for chunk in self._chunks(road, users):
             sent = self.trainer.sent(self.request, self._start, chunk, self._store)
             for lane, user in enumerate(chunk.users.tolist()):
-                digest = hashlib.sha256()
-                for tensor in sent.values():
-                    part = tensor[lane : lane + 1].nan_to_num(torch.nan, torch.inf, -torch.inf)
-                    digest.update(part.cpu().contiguous().numpy().tobytes())
-                digests[user] = digest.digest()
+                parts = (tensor[lane : lane + 1].cpu() for tensor in sent.values())
+                numbers = (p.nan_to_num(torch.nan, torch.inf, -torch.inf).numpy() for p in parts)
+                digests[user] = hashlib.sha256(b"".join(n.tobytes() for n in numbers)).digest()
         return digests
 
     def _invent(self, sizes: Sequence[int], *, zeros: bool = False) -> None:

@@ -473,7 +473,8 @@ def outputs_of(model: nn.Module, x: Inputs, activations: Activations = "float32"
         # Users' weights are cast again in each step, so a cache has no use.
         with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
             return outputs_of(model, x).float()
-    found = model(**x) if isinstance(x, dict) else model(x)
+    with WithinBounds():
+        found = model(**x) if isinstance(x, dict) else model(x)
     return found if isinstance(found, Tensor) else _logits_of(found)
 
 

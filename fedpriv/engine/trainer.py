@@ -4,7 +4,7 @@ A user for whom anything raises contributes zero.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -138,8 +138,7 @@ class Trainer:
     @cached_property
     def constants(self) -> TorchTensors:
         """Frozen parameters and buffers, on the device."""
-        with plain_arithmetic(self.device):
-            return self.task.constants(self.device)
+        return self.task.constants(self.device)
 
     @cached_property
     def resident(self) -> TorchTensors | None:
@@ -172,26 +171,17 @@ class Trainer:
     @cached_property
     def alone(self) -> AloneModel:
         """The model of users who train alone."""
-        with plain_arithmetic(self.device):
-            return AloneModel(self.task, self.device, *self.two_rows)
+        return AloneModel(self.task, self.device)
 
     @cached_property
     def side_by_side(self) -> SideBySideModel:
         """The model of users who train side by side; MixingError if they cannot."""
-        with plain_arithmetic(self.device):
-            return SideBySideModel.of(self.task, self.alone.model, *self.two_rows)
+        return SideBySideModel.of(self.task, self.alone.model, *self.two_rows)
 
     @cached_property
     def measured(self) -> SideBySideModel:
         """The model of users side by side, in evaluation mode."""
-        with plain_arithmetic(self.device):
-            given = self.task, self.alone.model, *self.two_rows
-            return SideBySideModel.of(*given, training=False)
-
-    @property
-    def _product_precision(self) -> AbstractContextManager[None]:
-        """A context in which a GPU rounds the factors of products if activations are "tf32"."""
-        return tf32(allowed=True) if self.activations == "tf32" else nullcontext()
+        return SideBySideModel.of(self.task, self.alone.model, *self.two_rows, training=False)
 
     @property
     def two_rows(self) -> tuple[Inputs, Tensor]:
@@ -212,7 +202,7 @@ class Trainer:
         If training fails, or memory is insufficient, a chunk is split into eighths, and so on. A
         user for whom training alone fails counts as zero.
         """
-        with plain_arithmetic(self.device), generators_apart(self.device):
+        with plain_arithmetic(self.device), generators_apart(device=self.device):
             sums = _Sums(request, self.begin(request))
             for chunk in chunks:
                 self._add(sums, chunk)
@@ -223,7 +213,7 @@ class Trainer:
         """Add the contributions of a chunk's users."""
         request, start, clipping = sums.request, sums.start, sums.request.clipping
         examples = self._examples(request, chunk)
-        weights = np.minimum(examples.counts[: len(chunk.users)], clipping.weight_cap)
+        weights = np.minimum(examples.counts, clipping.weight_cap)
         try:
             if self.device.type != "cpu":
                 self.indices.check(chunk.users)
@@ -291,7 +281,7 @@ class Trainer:
         store: UserStore | None = None,
     ) -> Updates:
         """Return the unclipped contributions of users, of another store if given, [L, *shape]."""
-        with plain_arithmetic(self.device), generators_apart(self.device):
+        with plain_arithmetic(self.device), generators_apart(device=self.device):
             return self._sent(request, start, chunk, self._examples(request, chunk, store))
 
     def _sent(
@@ -316,13 +306,11 @@ class Trainer:
     def _moved(
         self, request: RoundRequest, start: RoundParameters, chunk: Chunk, examples: Examples
     ) -> Updates:
-        if not chunk.shapes:
-            return self._moved_alone(request, start, examples)
-        if self.graphs is None:
-            return self._moved_together(request, start, chunk, examples)
+        if self.graphs is None or not chunk.shapes:
+            return self._trained(request, start, chunk, examples)
 
         def compute(start: RoundParameters, given: TorchTensors) -> Updates:
-            return self._moved_together(request, start, chunk, replace(examples, made_of=given))
+            return self._trained(request, start, chunk, replace(examples, made_of=given))
 
         shape = chunk.lean, examples.shape
         return self.graphs.computed(compute, request.local, shape, start, examples.made_of)
@@ -345,7 +333,7 @@ class Trainer:
 
         def compute(start: RoundParameters, given: TorchTensors) -> Updates:
             captured = replace(examples, made_of=given)
-            moved = self._moved_together(request, start, chunk, captured)
+            moved = self._trained(request, start, chunk, captured)
             sent = self._reported(request, start, captured, moved)
             return {_TOTAL: sum_by_kernels(kernels, sent, clipping, given[_WEIGHTS])}
 
@@ -353,20 +341,15 @@ class Trainer:
         given = {**examples.made_of, _WEIGHTS: by_lane}
         return self.graphs.computed(compute, request.local, shape, start, given)[_TOTAL][:]
 
-    def _moved_together(
+    def _trained(
         self, request: RoundRequest, start: RoundParameters, chunk: Chunk, examples: Examples
     ) -> Updates:
-        training = self.task, start, examples, chunk.lean, request.local, self.activations
-        with self._product_precision:
+        with tf32(allowed=True) if self.activations == "tf32" else nullcontext():
+            if not chunk.shapes:
+                seed_generators(request.local_key, int(examples.users[0]), self.device)
+                return self.alone.moved(start, examples, self.activations)
+            training = self.task, start, examples, chunk.lean, self.activations
             return Group(self.side_by_side, *training).trained(_in_lanes(chunk, examples))
-
-    def _moved_alone(
-        self, request: RoundRequest, start: RoundParameters, examples: Examples
-    ) -> Updates:
-        seed_generators(request.local_key, int(examples.users[0]), self.device)
-        training = examples.batches(), request.local, self.activations, examples.steps
-        with self._product_precision:
-            return self.alone.moved(self.task, start, *training)
 
     def _blocks(self, start: RoundParameters, examples: Examples) -> Blocks:
         """Yield the evaluation of users' rows by the model at the start."""

@@ -26,7 +26,7 @@ from fedpriv.engine.task import Task
 from fedpriv.engine.trainer import ChunkSum, SimulationOnlyDropped, Trainer, blank, sizes_of
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.round import PartialSum
-from fedpriv.support.checks import hold_numbers, require
+from fedpriv.support.checks import check_ranges, hold_numbers, require
 from fedpriv.training.request import RoundRequest, Transport
 
 _log = logging.getLogger(__name__)
@@ -56,9 +56,7 @@ class Engine:
             self.path in get_args(Path),
             f"path is {self.path!r}; it must be one of {', '.join(get_args(Path))}",
         )
-        for name in ("chunk_mebibytes", "processes"):
-            number = getattr(self, name)
-            require(number is None or number > 0, f"{name} is {number}; it must be at least 1")
+        check_ranges(self, chunk_mebibytes="whole?", processes="whole?")
         activations_named(self.activations, device_named(self.device))
 
 

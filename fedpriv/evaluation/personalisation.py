@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from fedpriv.data.population import HELD_OUT_USER, UserStore, offsets_of, spread_over
+from fedpriv.engine.arithmetic import plain_arithmetic
 from fedpriv.engine.roads import road_of
 from fedpriv.engine.task import HeldOut, RoundParameters, Task, matching
 from fedpriv.engine.trainer import Chunk, Trainer
@@ -97,8 +98,9 @@ class FineTuning:
         self._constants = task.constants(device)
         self._trainer = Trainer(self._task, users, None, device, _MEMORY, "float32")
         population = max(1, users.population)
-        # Not timed, so that a repetition gives the same models.
-        self._road = road_of(self._trainer, self._request(), "auto", population, None, timed=False)
+        with plain_arithmetic(device):  # not timed, so that a repetition gives the same models
+            request = self._request()
+            self._road = road_of(self._trainer, request, "auto", population, None, timed=False)
 
     def _request(self) -> RoundRequest:
         parameters = self._task.parameters()

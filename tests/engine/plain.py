@@ -57,7 +57,7 @@ def moved(
     task: Task, store: UserStore, users: Sequence[int], local: LocalTraining, key: bytes
 ) -> TorchTensors:
     """How far users move: [n, *shape] by name."""
-    with generators_apart(CPU):
+    with generators_apart(device=CPU):
         each = [_moved(task, store, user, local, key) for user in users]
     return {name: torch.stack([own[name] for own in each]) for name in each[0]}
 

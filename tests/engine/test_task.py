@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from fedpriv.engine.adapters import with_adapters
-from fedpriv.engine.arithmetic import generator_apart
+from fedpriv.engine.arithmetic import generators_apart
 from fedpriv.engine.task import LOSSES, Task, cross_entropy, find_loss, squared_error
 from fedpriv.engine.task_checks import check_task
 from fedpriv.errors import InvalidValueError, ModelError
@@ -396,7 +396,7 @@ def test_initial_parameters_depend_on_the_seed_alone() -> None:
 )
 def test_threads_take_turns_at_the_generator(draw: Callable[[], object]) -> None:
     drawing = threading.Thread(target=draw, daemon=True)
-    with generator_apart():
+    with generators_apart():
         drawing.start()
         drawing.join(0.3)
         assert drawing.is_alive()
