@@ -25,10 +25,9 @@ from fedpriv.engine.bounds import WithinBounds
 from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.measures.figures import ALWAYS, SCORES_FIRST, Seen, figure_of
 from fedpriv.measures.metrics import MetricFunction
-from fedpriv.privacy.clipping_torch import TorchTensors, to_device
+from fedpriv.privacy.clipping_torch import TorchTensors
 from fedpriv.support.checks import check_types, plain_numbers, require
 from fedpriv.support.importing import import_function
-from fedpriv.training.request import RoundRequest
 
 HeldOut = Mapping[str, npt.NDArray[np.generic]]
 """Rows of no enrolled user, by field; with a field `HELD_OUT_USER`, figures are also by user."""
@@ -428,23 +427,6 @@ class RoundParameters:
     control: TorchTensors = field(default_factory=dict)
     personal: tuple[str, ...] = ()  # names of the parameters that stay with users
 
-    @classmethod
-    def of(
-        cls,
-        request: RoundRequest,
-        constants: TorchTensors,
-        device: torch.device,
-        personal: tuple[str, ...] = (),
-    ) -> "RoundParameters":
-        """Copy a request's tensors to a device; its statistics replace those of the constants."""
-        parameters, statistics, control = (
-            {name: to_device(torch.tensor(array), device) for name, array in tensors.items()}
-            for tensors in (request.parameters, request.statistics, request.control)
-        )
-        parameters |= {name: constants[name] for name in personal}
-        constants = {n: t for n, t in constants.items() if n not in personal}
-        return cls(parameters, constants | statistics, control, personal)
-
 
 def each_input(change: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
     """Return a model's inputs with `change` applied to each tensor."""
@@ -466,7 +448,8 @@ def called(model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor
 def outputs_of(model: nn.Module, x: Inputs, activations: Activations = "float32") -> Tensor:
     """Return the outputs of a model with its own tensors; float32 if activations are bfloat16.
 
-    If the model returns an object with `logits`, these are the outputs; ModelError if it has none.
+    Functions of torch stay `WithinBounds`. If the model returns an object with `logits`, these are
+    the outputs; ModelError if it has none.
     """
     if activations == "bfloat16":
         device = next(iter(x.values())).device if isinstance(x, dict) else x.device

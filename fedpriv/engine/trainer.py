@@ -194,7 +194,13 @@ class Trainer:
         """Begin a round, and return its initial parameters on the device."""
         if self.graphs is not None:
             self.graphs.begin(request.clipping)
-        return RoundParameters.of(request, self.constants, self.device, self.task.personal)
+        parameters, statistics, control = (
+            {name: to_device(torch.tensor(array), self.device) for name, array in tensors.items()}
+            for tensors in (request.parameters, request.statistics, request.control)
+        )
+        personal, constants = self.task.personal, self.constants | statistics
+        parameters |= {name: constants.pop(name) for name in personal}
+        return RoundParameters(parameters, constants, control, personal)
 
     def sum_of(self, request: RoundRequest, chunks: Sequence[Chunk]) -> ChunkSum:
         """Return the sum of the contributions in some chunks, named after the first user.

@@ -125,6 +125,7 @@ class InProcessTransport(Transport):
     most_rows: int | None = None
     # How users train, by kind of round and machine; may include decisions of other processes.
     roads: dict[Hashable, Road] = field(default_factory=dict, compare=False)
+    _idle: list[Fork] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         activations_named(self.activations, self.device)
@@ -266,7 +267,3 @@ class InProcessTransport(Transport):
             observed=self.observer is not None,
             naming=self.on_dropped is not None,
         )
-
-    @cached_property
-    def _idle(self) -> list[Fork]:
-        return []

@@ -1,11 +1,9 @@
 """Metrics that users report next to updates: names, bounds, and how rows of a user give them."""
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import UnionType
 from typing import cast
 
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor
 from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.measures.figures import Seen, Sums, hits, losses
 from fedpriv.privacy.gaussian_mechanism import Metric
-from fedpriv.support.checks import plain_numbers, require
+from fedpriv.support.checks import check_range, plain_numbers, require
 from fedpriv.support.importing import check_options, import_function
 
 MetricFunction = Callable[[Tensor, Tensor], Tensor]
@@ -71,16 +69,10 @@ def _check_number(name: str, number: str, value: object) -> None:
     several = number in ("shape", "thresholds")
     if several and not isinstance(value, list | tuple):
         raise InvalidValueError(f"{number} of metric {name!r} is {value!r}; it must be a list")
-    kind: type | UnionType = int | float
-    least, form = math.ulp(0.0), "a positive number"
-    if number in ("channels", "classes", "shape"):
-        kind, least, form = int, 1, "a whole number of at least 1"
-    elif number == "centre":
-        least, form = -sys.float_info.max, "a number"
-    for element in cast(Sequence[float], value) if several else [cast(float, value)]:
-        if not isinstance(element, kind) or not least <= element < math.inf:
-            must = "each must" if several else "it must"
-            raise InvalidValueError(f"{number} of metric {name!r} is {value!r}; {must} be {form}")
+    whole = number in ("channels", "classes", "shape")
+    legal = "whole" if whole else "(-inf, inf)" if number == "centre" else "(0, inf)"
+    for element in cast(Sequence[float], value) if several else [value]:
+        check_range(f"{number} of metric {name!r}", element, legal)
 
 
 def _from_zero(name: str, bound: float) -> Metric:
