@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,6 +20,27 @@ _STEPS, _ORDER = "steps.", "order."  # prefixes of rows for training, and for me
 _ROWS, _REAL, _WORDS = "rows", "real", "words"
 _WINDOW = 2**22  # numbers of examples that are gathered at once on a CPU
 _MEASURED = 2_000  # rows of a user alone that are measured at once
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Users who train side by side, those with the most slices first, or one who trains alone."""
+
+    users: Integers  # [n] positions in the store
+    shapes: tuple[int, ...] = ()  # numbers of lanes, largest first; empty: the user trains alone
+    width: int = 1  # W, rows of a slice
+    lean: tuple[int, ...] = ()  # layers that learn without weights
+    cost: int = 0  # rows in all slices of all lanes
+
+    @property
+    def lanes(self) -> int:
+        """L, the number of lanes at the beginning."""
+        return fewest(self.shapes, len(self.users))
+
+
+def fewest(shapes: Sequence[int], users: int) -> int:
+    """Return the smallest number of lanes in `shapes`, largest first, that holds all users."""
+    return next((lanes for lanes in reversed(shapes) if lanes >= users), 1)
 
 
 @dataclass(frozen=True)
@@ -42,6 +63,7 @@ class Batches:
 class Examples:
     """The examples of n users in L ≥ n lanes; L = 1 is a user who trains alone."""
 
+    chunk: Chunk
     users: Integers  # [n] positions in the enrolled population
     schedule: Schedule
     store: UserStore
@@ -83,6 +105,19 @@ class Examples:
             longest = rounded_up(longest)
         return [np.where(steps > step, slices, 0) for step in range(longest)]
 
+    @property
+    def used(self) -> list[list[int]]:
+        """How many lanes hold the users who have rows in each slice of each step."""
+        if self.device.type != "cpu":  # all lanes, since their kernels are captured
+            return [[self.lanes] * self.schedule.slices for _ in self.slices]
+        return [
+            [
+                fewest(self.chunk.shapes, int((slices > number).sum()))
+                for number in range(int(slices.max()))
+            ]
+            for slices in self.slices
+        ]
+
     @cached_property
     def rests(self) -> bool:
         """Whether a user has fewer steps, or fewer slices in a step, than their lane provides."""
@@ -103,7 +138,7 @@ class Examples:
             if self.resident is not None:
                 tensors[part + _ROWS] = torch.from_numpy(rows)
             else:
-                tensors |= {part + name: column for name, column in self._gathered(rows).items()}
+                tensors |= {part + name: column for name, column in self.gathered(rows).items()}
         return {name: to_device(tensor, self.device) for name, tensor in tensors.items()}
 
     def windows(self, lanes: list[int]) -> Iterator[Batches]:
@@ -114,7 +149,9 @@ class Examples:
         first = 0
         while first < len(lanes):
             per_lane = self.schedule.slices * self.schedule.width
-            numbers = lanes[first] * per_lane * numbers_of(self.store, self.task)
+            fields = (self.store.fields[name] for name in self.task.fields)
+            per_row = sum(math.prod(column.shape[1:]) for column in fields)
+            numbers = lanes[first] * per_lane * per_row
             steps = max(1, min(_WINDOW // max(1, numbers), len(lanes) - first))
             yield self._batches(*self.schedule.rows(first, steps, lanes[first]))
             first += steps
@@ -161,7 +198,7 @@ class Examples:
 
     def _batches(self, rows: Integers, real: npt.NDArray[np.bool_]) -> Batches:
         if self.resident is None:
-            columns = {n: to_device(t, self.device) for n, t in self._gathered(rows).items()}
+            columns = {n: to_device(t, self.device) for n, t in self.gathered(rows).items()}
         else:
             columns = self._selected(to_device(torch.from_numpy(rows), self.device))
         counting = to_device(torch.from_numpy(real).float(), self.device)
@@ -174,35 +211,28 @@ class Examples:
             for name, column in (self.resident or {}).items()
         }
 
-    def _gathered(self, rows: Integers) -> TorchTensors:
-        return gathered(self.store, self.task, rows, self.device, len(self.users))
+    def gathered(self, rows: Integers) -> TorchTensors:
+        """Return the fields of rows [l, …] on the CPU, with zeros in lanes without users."""
+        columns, users, pinned = TorchTensors(), len(self.users), self.device.type == "cuda"
+        for name in self.task.fields:
+            column = self.store.fields[name]
+            shape, kind = (*rows.shape, *column.shape[1:]), _kind_of(column)
+            columns[name] = torch.empty(shape, dtype=kind, pin_memory=pinned)
+            columns[name][users:].zero_()
+        self.store.take(rows[:users], {name: t[:users].numpy() for name, t in columns.items()})
+        return columns
 
 
-def numbers_of(store: UserStore, task: Task) -> int:
-    """Return how many numbers a task reads from one row."""
-    fields = (store.fields[name] for name in task.fields)
-    return sum(math.prod(column.shape[1:]) for column in fields)
-
-
-def gathered(
-    store: UserStore, task: Task, rows: Integers, device: torch.device, users: int
-) -> TorchTensors:
-    """Return the fields of rows [l, …] on the CPU, with zeros after the first `users` lanes."""
-    columns = TorchTensors()
-    for name in task.fields:
-        column, pinned = store.fields[name], device.type == "cuda"
-        kind = torch.from_numpy(np.empty(0, column.dtype)).dtype
-        columns[name] = torch.empty((*rows.shape, *column.shape[1:]), dtype=kind, pin_memory=pinned)
-        columns[name][users:].zero_()
-    store.take(rows[:users], {name: tensor[:users].numpy() for name, tensor in columns.items()})
-    return columns
+def _kind_of(column: npt.NDArray[np.generic]) -> torch.dtype:
+    """Return torch's name of a type of numbers."""
+    return torch.from_numpy(np.empty(0, column.dtype)).dtype
 
 
 def held_on(device: torch.device, columns: Mapping[str, npt.NDArray[np.generic]]) -> TorchTensors:
     """Return a copy of fields on a device, [rows + 1, …], with zeros in the last row."""
     copies = {}
     for name, column in columns.items():
-        kind = torch.from_numpy(np.empty(0, column.dtype)).dtype
-        copies[name] = torch.zeros((len(column) + 1, *column.shape[1:]), dtype=kind, device=device)
+        shape, kind = (len(column) + 1, *column.shape[1:]), _kind_of(column)
+        copies[name] = torch.zeros(shape, dtype=kind, device=device)
         copies[name][:-1] = torch.from_numpy(np.ascontiguousarray(column))
     return copies

@@ -25,9 +25,10 @@ import numpy as np
 import torch
 
 from fedpriv.engine.arithmetic import ARITHMETIC_LOCK
+from fedpriv.engine.examples import Chunk
 from fedpriv.engine.products import one_blas_thread
 from fedpriv.engine.schedule import Integers
-from fedpriv.engine.trainer import Chunk, ChunkSum, SimulationOnlyDropped, Trainer
+from fedpriv.engine.trainer import ChunkSum, SimulationOnlyDropped, Trainer
 from fedpriv.privacy.round import PartialSum
 from fedpriv.training.request import RoundRequest
 

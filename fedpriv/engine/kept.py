@@ -2,7 +2,8 @@
 
 import copy
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,25 +60,23 @@ class _Attributes:
 
     def __init__(self, module: nn.Module, memo: Mapping[int, object]) -> None:
         self._module, self._memo = module, memo
-        self._fixed, self._tables = dict[str, Any](), dict[str, Any]()
-        self._others = dict[str, Any]()
+        self._fixed, self._copies = dict[str, Any](), dict[str, Callable[[], Any]]()
         for name, value in module.__dict__.items():
             if self._is_fixed(value):
                 self._fixed[name] = value
             elif type(value).__name__ in ("dict", "OrderedDict", "set", "list") and all(
                 map(self._is_fixed, _all_in(value))
             ):
-                self._tables[name] = value.copy()
+                self._copies[name] = value.copy().copy  # of a snapshot
             else:
-                self._others[name] = self._copied(value)
+                self._copies[name] = partial(self._copied, self._copied(value))
 
     def put_back(self) -> None:
         """Restore the attributes."""
         attributes = self._module.__dict__
         attributes.clear()
         attributes |= self._fixed
-        attributes |= {name: table.copy() for name, table in self._tables.items()}
-        attributes |= {name: self._copied(value) for name, value in self._others.items()}
+        attributes |= {name: copied() for name, copied in self._copies.items()}
 
     def _is_fixed(self, value: object) -> bool:
         return isinstance(value, _FIXED) or id(value) in self._memo

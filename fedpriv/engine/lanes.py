@@ -431,13 +431,14 @@ def _product(lanes: Lanes, call: Call) -> Any:
     return _multiplied(lanes, call, left, transposed)
 
 
-def _window_of(call: Call) -> Window:
-    """Return the window of a convolution of images or lines; MixingError for any other kind."""
+def _convolved(_: Lanes, call: Call) -> Any:
+    """Apply the rule for convolutions of images, and of lines as images of one row."""
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    x, weight, _, *sizes, groups = call.given(*names)
+    x, weight, bias, *sizes, groups = call.given(*names)
     axes = weight.dim() - 2
     call.need(isinstance(x, Rows) and x.dim() == axes + 2 and groups in (None, 1))
     call.need(not isinstance(sizes[1], str))
+    call.need(bias is None or isinstance(bias, Weights) == isinstance(weight, Weights))
 
     def both(value: Any, default: int) -> tuple[int, ...]:
         """Return a size for (height, width)."""
@@ -445,21 +446,13 @@ def _window_of(call: Call) -> Window:
         values = [*value] if isinstance(value, list | tuple) else [value]
         return (*[default] * (2 - axes), *(values * axes if len(values) == 1 else values))
 
-    kernel = (1,) * (2 - axes) + tuple(weight.shape[2:])
-    stride, padding, dilation = map(both, sizes, (1, 0, 1))
-    return Window(kernel, stride, padding, dilation)
-
-
-def _convolved(_: Lanes, call: Call) -> Any:
-    x, weight, bias = call.given("input", "weight", "bias")
-    window, lines = _window_of(call), weight.dim() == 3
-    call.need(bias is None or isinstance(bias, Weights) == isinstance(weight, Weights))
+    window = Window(both(tuple(weight.shape[2:]), 1), *map(both, sizes, (1, 0, 1)))
     images, weights = x, _with_users(weight)
-    if lines:
+    if axes == 1:
         images, weights = x.unsqueeze(2), weights.unsqueeze(3)
     biases = None if bias is None else _with_users(bias)
     y = convolved(images.permute(0, 2, 3, 1), weights, biases, window).permute(0, 3, 1, 2)
-    return _as_rows(y.squeeze(2) if lines else y)
+    return _as_rows(y.squeeze(2) if axes == 1 else y)
 
 
 def _looked_up(lanes: Lanes, call: Call) -> Any:

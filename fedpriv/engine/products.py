@@ -305,11 +305,12 @@ class LowRank:
             _aligned_zeros(weight, lanes, rows, width) for width in reversed(weight.shape)
         )
         self._learnt = self._used = 0  # rows of a user in earlier steps, and including this step
-        self._lanes, self._present = lanes, weight.new_ones(0)
+        self._lanes = lanes
+        self._present: Tensor | None = None
 
     def begin(self, lanes: int, present: Tensor | None) -> None:
         """Begin a slice of the first l users; `present` [l] marks users with rows; None: all."""
-        self._lanes, self._present = lanes, self._present[:0] if present is None else present
+        self._lanes, self._present = lanes, present
 
     def end_step(self) -> None:
         """Apply the step that the rows since the last one have determined."""
@@ -365,9 +366,8 @@ class LowRank:
 
     def _of_present(self, rows: Tensor) -> Tensor:
         """Return rows [l, r, *] with zeros for absent users, whose rows may be NaN."""
-        if not len(self._present):
-            return rows
-        return torch.where(self._present[:, None, None], rows, 0.0)
+        present = self._present
+        return rows if present is None else torch.where(present[:, None, None], rows, 0.0)
 
 
 def _aligned_zeros(like: Tensor, lanes: int, rows: int, width: int) -> Tensor:

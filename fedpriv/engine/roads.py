@@ -11,6 +11,7 @@ Otherwise, users train alone.
 """
 
 import hashlib
+import itertools
 import logging
 import math
 import time
@@ -23,11 +24,12 @@ import numpy as np
 import torch
 
 from fedpriv.data.population import UserStore
+from fedpriv.engine.examples import Chunk, fewest
 from fedpriv.engine.indices import Indices
 from fedpriv.engine.lanes import MixingError
 from fedpriv.engine.schedule import Integers, counted, largest_batch, steps_of
 from fedpriv.engine.side_by_side import step_class
-from fedpriv.engine.trainer import Chunk, Trainer, fewest, sizes_of
+from fedpriv.engine.trainer import Trainer, sizes_of
 from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.training.local import ALGORITHMS
 from fedpriv.training.request import LocalTraining, RoundRequest
@@ -253,22 +255,22 @@ class _Trials:
     def check(self) -> None:
         """Raise ModelError if the model cannot be trained, or gives a user different results."""
         failure: Exception | None = None
-        for rows in _SIZES:
-            for zeros in (False, True):  # random numbers need not be legal, but zeros are
-                self._invent([rows], zeros=zeros)
-                try:
-                    user = np.zeros(1, np.int64)
-                    first, second = (self._digests(Road(), user) for _ in range(2))
-                except Exception as error:
-                    failure = failure or error
-                    continue
-                if first != second:
-                    raise ModelError(
-                        "training the same user twice gives two results; what a user gets must "
-                        "follow from its rows and the generators of torch, NumPy and Python, which "
-                        "are seeded for each user"
-                    )
-                return
+        # Random numbers need not be legal, but zeros are.
+        for rows, zeros in itertools.product(_SIZES, (False, True)):
+            self._invent([rows], zeros=zeros)
+            try:
+                user = np.zeros(1, np.int64)
+                first, second = (self._digests(Road(), user) for _ in range(2))
+            except Exception as error:
+                failure = failure or error
+                continue
+            if first != second:
+                raise ModelError(
+                    "training the same user twice gives two results; what a user gets must "
+                    "follow from its rows and the generators of torch, NumPy and Python, which "
+                    "are seeded for each user"
+                )
+            return
         kind = self.trainer.activations
         sentence = f"a user cannot be trained with {kind} activations: {failure}"
         raise ModelError(sentence) from failure

@@ -99,8 +99,6 @@ class Schedule:
         powers = np.frexp(np.maximum(self.counts[:lanes], 1))[1]
         ends = [0, *(np.flatnonzero(np.diff(powers)) + 1).tolist(), lanes]
         parts = [self._rows(first, steps, slice(*pair)) for pair in itertools.pairwise(ends)]
-        if len(parts) == 1:
-            return parts[0]
         rows, real = zip(*parts, strict=True)
         return np.concatenate(rows), np.concatenate(real)
 

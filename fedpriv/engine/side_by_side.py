@@ -227,18 +227,16 @@ class Group:
     def __init__(
         self,
         model: SideBySideModel,
-        task: Task,
         start: RoundParameters,
         examples: Examples,
-        lean: Sequence[int],
         activations: Activations,
     ) -> None:
-        self._model, self._task, self._examples = model, task, examples
+        self._model, self._task, self._examples = model, examples.task, examples
         self._activations, self._slices = activations, examples.schedule.slices
         self._names = [*start.parameters]
         model.kept.put_back()
         model.kept.copy_from(start.constants)
-        self._lean = [model.layers[number] for number in lean]
+        self._lean = [model.layers[number] for number in examples.chunk.lean]
         steps, width = len(examples.slices), examples.schedule.width
         local = examples.schedule.local
         settings = start.parameters, examples.lanes, steps, width, local.rate
@@ -252,13 +250,12 @@ class Group:
         }
         self._descent = Descent(replace(start, parameters=parameters), local)
 
-    def trained(self, lanes: Sequence[Sequence[int]]) -> Updates:
+    def trained(self) -> Updates:
         """Train all users, and return how far they move, [L, *shape] by name.
 
         This includes personal parameters, and the control variates of an algorithm that has them.
-        `lanes` says, for each step and slice, how many lanes hold the users who have rows in it.
         """
-        step = 0
+        step, lanes = 0, self._examples.used
         for window in self._examples.windows([slices[0] for slices in lanes]):
             shares = window.shares(self._task, self._slices)
             for first in range(0, shares.shape[1], self._slices):

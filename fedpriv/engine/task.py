@@ -22,6 +22,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from fedpriv.engine.arithmetic import Activations
 from fedpriv.engine.bounds import WithinBounds
+from fedpriv.engine.kept import named_tensors
 from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.measures.figures import ALWAYS, SCORES_FIRST, Seen, figure_of
 from fedpriv.measures.metrics import MetricFunction
@@ -320,8 +321,8 @@ class Task:
         They are frozen parameters, buffers, and the initial values of personal parameters.
         """
         sent = self.trainable().keys() - set(self.personal)
-        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        return {n: t.detach().to(device) for n, t in tensors.items() if n not in sent}
+        tensors = named_tensors(self.model).items()
+        return {n: t.detach().to(device) for n, t in tensors if n not in sent}
 
     def losses_of(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the loss of each example [B], from the model's outputs [B, …] and targets [B, …].

@@ -257,9 +257,8 @@ class _Tried:
         if type(local) not in (LocalTraining, SGD):
             return ()
         rate, steps = local.at(1).rate, max(local.epochs or 1, local.steps or 1)
-        several, start = steps > 1, _trained(self.task)
-        moved = start
-        for _ in range(1 + several):
+        moved = _trained(self.task)
+        for _ in range(min(steps, 2)):
             ones = torch.ones(len(self.y))
             gradients = _differentiated(self.task, moved, self.x, self.y, ones)[2]
             moved = moved | {name: moved[name] - rate * g for name, g in gradients.items()}

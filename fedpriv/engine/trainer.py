@@ -24,7 +24,7 @@ from fedpriv.engine.arithmetic import (
     tf32,
 )
 from fedpriv.engine.descent import same_for_all
-from fedpriv.engine.examples import Examples, held_on
+from fedpriv.engine.examples import Chunk, Examples, held_on
 from fedpriv.engine.graphs import Graphs
 from fedpriv.engine.indices import Indices
 from fedpriv.engine.measuring import Blocks, Measuring, diagnose_users, group_norms, user_metrics
@@ -47,27 +47,6 @@ from fedpriv.training.request import RoundRequest
 
 _PIECES = 8  # into which a chunk that fails is split
 _TOTAL, _WEIGHTS = "total", "weights"  # names of the output, and an input, of graphs of sums
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Users who train side by side, those with the most slices first, or one who trains alone."""
-
-    users: Integers  # [n] positions in the store
-    shapes: tuple[int, ...] = ()  # numbers of lanes, largest first; empty: the user trains alone
-    width: int = 1  # W, rows of a slice
-    lean: tuple[int, ...] = ()  # layers that learn without weights
-    cost: int = 0  # rows in all slices of all lanes
-
-    @property
-    def lanes(self) -> int:
-        """L, the number of lanes at the beginning."""
-        return fewest(self.shapes, len(self.users))
-
-
-def fewest(shapes: Sequence[int], users: int) -> int:
-    """Return the smallest number of lanes in `shapes`, largest first, that holds all users."""
-    return next((lanes for lanes in reversed(shapes) if lanes >= users), 1)
 
 
 @dataclass(frozen=True)
@@ -225,9 +204,9 @@ class Trainer:
                 self.indices.check(chunk.users)
             total = None
             if self.graphs is not None and chunk.shapes:
-                total = self._total(request, start, chunk, examples, weights)
+                total = self._total(request, start, examples, weights)
             if total is None:
-                sent = self._sent(request, start, chunk, examples)
+                sent = self._sent(request, start, examples)
                 if self.observed:
                     rows = diagnose_users(self._blocks(start, examples), sent, request)
                     sums.diagnostics.append(rows[: len(chunk.users)].cpu().numpy())
@@ -251,7 +230,7 @@ class Trainer:
         fetch = _fetched(integer_sum(sent, clipping, weights) if total is None else total)
 
         def summed() -> npt.NDArray[np.int64]:
-            total, again = fetch(), partial(self._sent, request, start, chunk, examples)
+            total, again = fetch(), partial(self._sent, request, start, examples)
             self._look_for_lost(sums, chunk, _contributors(request, total), again)
             return total
 
@@ -288,12 +267,10 @@ class Trainer:
     ) -> Updates:
         """Return the unclipped contributions of users, of another store if given, [L, *shape]."""
         with plain_arithmetic(self.device), generators_apart(device=self.device):
-            return self._sent(request, start, chunk, self._examples(request, chunk, store))
+            return self._sent(request, start, self._examples(request, chunk, store))
 
-    def _sent(
-        self, request: RoundRequest, start: RoundParameters, chunk: Chunk, examples: Examples
-    ) -> Updates:
-        moved = self._moved(request, start, chunk, examples)
+    def _sent(self, request: RoundRequest, start: RoundParameters, examples: Examples) -> Updates:
+        moved = self._moved(request, start, examples)
         return self._reported(request, start, examples, moved)
 
     def _reported(
@@ -309,29 +286,22 @@ class Trainer:
             reported[CONTRIBUTORS.tensor] = torch.ones(examples.lanes, device=self.device)
         return {**updates, **reported}
 
-    def _moved(
-        self, request: RoundRequest, start: RoundParameters, chunk: Chunk, examples: Examples
-    ) -> Updates:
-        if self.graphs is None or not chunk.shapes:
-            return self._trained(request, start, chunk, examples)
+    def _moved(self, request: RoundRequest, start: RoundParameters, examples: Examples) -> Updates:
+        if self.graphs is None or not examples.chunk.shapes:
+            return self._train(request, start, examples)
 
         def compute(start: RoundParameters, given: TorchTensors) -> Updates:
-            return self._trained(request, start, chunk, replace(examples, made_of=given))
+            return self._train(request, start, replace(examples, made_of=given))
 
-        shape = chunk.lean, examples.shape
+        shape = examples.chunk.lean, examples.shape
         return self.graphs.computed(compute, request.local, shape, start, examples.made_of)
 
     def _total(
-        self,
-        request: RoundRequest,
-        start: RoundParameters,
-        chunk: Chunk,
-        examples: Examples,
-        weights: Integers,
+        self, request: RoundRequest, start: RoundParameters, examples: Examples, weights: Integers
     ) -> Tensor | None:
         """Return the sum of a chunk, [D], from a graph of the whole computation, or None."""
         kernels, clipping = kernels_on(self.device), request.clipping
-        shape = chunk.lean, examples.shape, clipping, request.measured, request.metrics
+        shape = examples.chunk.lean, examples.shape, clipping, request.measured, request.metrics
         if kernels is None or self.graphs is None or self.observed or not self.graphs.steady:
             return None
         if not self.graphs.may_capture(shape):
@@ -339,23 +309,20 @@ class Trainer:
 
         def compute(start: RoundParameters, given: TorchTensors) -> Updates:
             captured = replace(examples, made_of=given)
-            moved = self._trained(request, start, chunk, captured)
+            moved = self._train(request, start, captured)
             sent = self._reported(request, start, captured, moved)
             return {_TOTAL: sum_by_kernels(kernels, sent, clipping, given[_WEIGHTS])}
 
-        by_lane = to_device(lane_weights(clipping, weights, chunk.lanes), self.device)
+        by_lane = to_device(lane_weights(clipping, weights, examples.lanes), self.device)
         given = {**examples.made_of, _WEIGHTS: by_lane}
         return self.graphs.computed(compute, request.local, shape, start, given)[_TOTAL][:]
 
-    def _trained(
-        self, request: RoundRequest, start: RoundParameters, chunk: Chunk, examples: Examples
-    ) -> Updates:
+    def _train(self, request: RoundRequest, start: RoundParameters, examples: Examples) -> Updates:
         with tf32(allowed=True) if self.activations == "tf32" else nullcontext():
-            if not chunk.shapes:
+            if not examples.chunk.shapes:
                 seed_generators(request.local_key, int(examples.users[0]), self.device)
                 return self.alone.moved(start, examples, self.activations)
-            training = self.task, start, examples, chunk.lean, self.activations
-            return Group(self.side_by_side, *training).trained(_in_lanes(chunk, examples))
+            return Group(self.side_by_side, start, examples, self.activations).trained()
 
     def _blocks(self, start: RoundParameters, examples: Examples) -> Blocks:
         """Yield the evaluation of users' rows by the model at the start."""
@@ -383,21 +350,12 @@ class Trainer:
         shape = width, chunk.lanes, store.rows
         schedule = Schedule.of(enrolled, starts, sizes, local, request.local_key, *shape)
         resident = self.resident if store is self.users else None
-        examples = Examples(enrolled, schedule, store, self.device, self.task, resident)
+        given = schedule, store, self.device, self.task, resident
+        examples = Examples(chunk, enrolled, *given)
         if self.device.type == "cpu" or not chunk.shapes:
             return examples
         measured = self.observed or bool(request.measured)
         return replace(examples, made_of=examples.given(measured=measured))
-
-
-def _in_lanes(chunk: Chunk, examples: Examples) -> list[list[int]]:
-    """Return for each step and slice how many lanes hold the users who have rows in it."""
-    if examples.device.type != "cpu":  # all lanes, since their kernels are captured
-        return [[examples.lanes] * examples.schedule.slices for _ in examples.slices]
-    return [
-        [fewest(chunk.shapes, int((slices > number).sum())) for number in range(int(slices.max()))]
-        for slices in examples.slices
-    ]
 
 
 def _fetched(tensor: Tensor) -> Callable[[], npt.NDArray[Any]]:

@@ -18,9 +18,10 @@ import torch
 
 from fedpriv.data.population import HELD_OUT_USER, UserStore, offsets_of, spread_over
 from fedpriv.engine.arithmetic import plain_arithmetic
+from fedpriv.engine.examples import Chunk
 from fedpriv.engine.roads import road_of
 from fedpriv.engine.task import HeldOut, RoundParameters, Task, matching
-from fedpriv.engine.trainer import Chunk, Trainer
+from fedpriv.engine.trainer import Trainer
 from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.evaluation.held_out import Evaluation, evaluate
 from fedpriv.privacy.clipping import Clipping
@@ -97,15 +98,14 @@ class FineTuning:
         self._forgiving = forgiving
         self._constants = task.constants(device)
         self._trainer = Trainer(self._task, users, None, device, _MEMORY, "float32")
-        population = max(1, users.population)
         parameters = self._task.parameters()
         layout = Layout.of(parameters)
         clipping = Clipping(layout, flat(layout, 1.0))  # unused
         nobody = np.empty(0, np.int64)
         self._request = RoundRequest("", 1, 0, parameters, clipping, how.local, nobody, bytes(32))
         with plain_arithmetic(device):  # not timed, so that a repetition gives the same models
-            shapes = "auto", population, None
-            self._road = road_of(self._trainer, self._request, *shapes, timed=False)
+            limits = max(1, users.population), None
+            self._road = road_of(self._trainer, self._request, "auto", *limits, timed=False)
 
     def models(self, model: Tensors, users: UserStore) -> Iterator[tuple[int, Tensors]]:
         """Yield the number of each user, in any order, and the tensors that it trained, by name."""

@@ -12,8 +12,9 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from fedpriv.data.population import UserStore
+from fedpriv.engine.examples import Chunk
 from fedpriv.engine.task import Task
-from fedpriv.engine.trainer import Chunk, Trainer
+from fedpriv.engine.trainer import Trainer
 from fedpriv.training.local import SGD, AdamW
 from tests.engine import plain
 from tests.engine.everyone import request_under, whole

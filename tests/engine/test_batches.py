@@ -14,10 +14,10 @@ from torch.nn.functional import cross_entropy
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine import examples as module
-from fedpriv.engine.examples import Batches, Examples, held_on
+from fedpriv.engine.examples import Batches, Chunk, Examples, held_on
 from fedpriv.engine.schedule import Schedule
 from fedpriv.engine.task import Task
-from fedpriv.engine.trainer import Chunk, Trainer
+from fedpriv.engine.trainer import Trainer
 from fedpriv.training.request import LocalTraining
 from tests.engine.everyone import request_under
 from tests.engine.plain import batches_of, rows_in_order
@@ -45,7 +45,8 @@ def examples_of(sizes: list[int], local: LocalTraining, width: int, lanes: int) 
     store = store_of(sizes)
     given_to = np.arange(len(sizes)), store.offsets[:-1], store.sizes, local, KEY
     schedule = Schedule.of(*given_to, width, lanes, store.rows)
-    return Examples(np.arange(len(sizes)), schedule, store, CPU, TASK)
+    chunk = Chunk(np.arange(len(sizes)), (lanes,), width)
+    return Examples(chunk, chunk.users, schedule, store, CPU, TASK)
 
 
 def numbers_of(x: Tensor, y: Tensor) -> list[int]:
