@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from fedpriv.errors import InvalidValueError
+from fedpriv.support.importing import split_path
 from fedpriv.support.logs import LogFormat, configure
 
 
@@ -72,6 +73,11 @@ def join(
 ) -> None:
     """Take part with the users whose data are on this machine, which their data never leave."""
     configure(log_format, _LINES_PER_MINUTE)
+    from fedpriv.clients.users import is_file
+
+    is_file(users)  # before torch is loaded
+    for path in trust or ():
+        split_path(f"--trust {path!r}", path, InvalidValueError)
     from fedpriv.clients import membership
     from fedpriv.clients.worker import HostSettings
 

@@ -50,14 +50,19 @@ def load_users(source: str) -> UserStore:
     """
     path = Path(source)
     try:
-        if path.exists():
-            return UserStore.load(path) if (path / "store.json").exists() else _from_files(path)
+        if not is_file(source):
+            return _from_function(source)
+        return UserStore.load(path) if (path / "store.json").exists() else _from_files(path)
     except OSError as error:
         raise DataError(f"users {source!r} cannot be read: {error.strerror}") from error
-    if ":" in source:
-        return _from_function(source)
-    choices = "a folder, an .npz file and package.module:function"
-    raise DataError(f"users {source!r} do not exist; legal are {choices}")
+
+
+def is_file(source: str) -> bool:
+    """Return whether a source of users is a folder or file; DataError if it does not exist."""
+    if not (exists := Path(source).exists()) and ":" not in source:
+        choices = "a folder, an .npz file and package.module:function"
+        raise DataError(f"users {source!r} do not exist; legal are {choices}")
+    return exists
 
 
 def _from_files(path: Path) -> UserStore:

@@ -42,15 +42,15 @@ settings.load_profile("same")
 
 # Models that files, fixtures and tests make must not depend on what the process made before them.
 def pytest_collectstart() -> None:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
 
 
 def pytest_fixture_setup() -> None:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
 
 
 def pytest_runtest_call() -> None:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

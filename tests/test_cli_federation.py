@@ -357,7 +357,7 @@ BOTH_OR_NEITHER = [
 @pytest.mark.parametrize("identity", BOTH_OR_NEITHER, ids=" ".join)
 @pytest.mark.parametrize("command", ["join", "status"])
 def test_a_node_is_known_in_exactly_one_way(command: str, identity: list[str]) -> None:
-    more = ["--users", "here"] if command == "join" else []
+    more = ["--users", "h:h"] if command == "join" else []
     line = refused(command, "--server", "localhost:1", *more, *identity)
     assert "exactly one must be given" in line
 
@@ -368,14 +368,14 @@ def test_a_node_is_known_in_exactly_one_way(command: str, identity: list[str]) -
         (["serve"], "Missing argument"),
         (["serve", "f.toml", "--resume"], "--resume needs --out"),
         (["serve", "f.toml", "--log-format", "xml"], "--log-format"),
-        (["join", "--users", "here"], "Missing option '--server'"),
+        (["join", "--users", "h:h"], "Missing option '--server'"),
         (["join", "--server", "localhost:1"], "Missing option '--users'"),
-        (["join", *plain("localhost:1"), "--users", "u", "--memory", "0"], "--memory"),
+        (["join", *plain("localhost:1"), "--users", "u:u", "--memory", "0"], "--memory"),
         (
-            ["join", *plain("localhost:1"), "--users", "u", "--memory", "99999999999999"],
+            ["join", *plain("localhost:1"), "--users", "u:u", "--memory", "99999999999999"],
             "--memory",
         ),
-        (["join", *plain("localhost:1"), "--users", "u", "--processes", "0"], "--processes"),
+        (["join", *plain("localhost:1"), "--users", "u:u", "--processes", "0"], "--processes"),
         (["status", *plain("localhost")], "it must be HOST:PORT"),
         (["status", *plain("192.0.2.7:1")], "another machine"),
         (["status", "--server", "localhost:1", "--certificates", "none"], "cannot be read"),
@@ -459,9 +459,9 @@ def test_serve_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_join_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     join = "fedpriv.clients.membership.join"
     (settings,), _, formatter = passed_on(
-        monkeypatch, join, "join", *plain("localhost:1"), "--users", "u"
+        monkeypatch, join, "join", *plain("localhost:1"), "--users", "u:u"
     )
-    host = {"users": "u", "device": "auto", "activations": "float32"}
+    host = {"users": "u:u", "device": "auto", "activations": "float32"}
     unset = ["memory_mebibytes", "processes", "id_key"]
     assert settings == dict.fromkeys(["certificates", "consent", "state"]) | {
         "server": "localhost:1",
@@ -505,7 +505,7 @@ def test_join_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_no_handlers")
 def test_join_with_review_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedpriv.clients.membership.join", pytest.fail)
-    given = *plain("localhost:1"), "--users", "u", "--review"
+    given = *plain("localhost:1"), "--users", "u:u", "--review"
     (settings,), _, _ = passed_on(monkeypatch, "fedpriv.clients.membership.review", "join", *given)
     assert settings["server"] == "localhost:1"
 

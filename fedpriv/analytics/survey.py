@@ -45,10 +45,7 @@ class Survey:
     the clipping norm S has noise of standard deviation z·S/√ω on its sum.
     """
 
-    # Name of the run in the ledger. If a process was killed while it asked, a survey of other noise
-    # or sampling must have another name until the lost one was asked again: see
-    # `PrivacyRecords.settle`.
-    run: str
+    run: str  # name of the run in the ledger
     questions: Sequence[Question]  # one or more, of different names
     sampling: PoissonSampling
     noise_multiplier: float  # z ≥ 0 of the whole round

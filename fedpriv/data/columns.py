@@ -163,7 +163,8 @@ def read_column(what: str, column: ColumnLike) -> tuple[Array, Faults]:
     array, faults = _of_objects(what, array) if array.dtype.kind == "O" else (array, Faults())
     match array.dtype.kind:
         case "f":
-            return array.astype(np.float32, copy=False), faults
+            with np.errstate(over="ignore"):  # its user will count as zero
+                return array.astype(np.float32, copy=False), faults
         case "u" if array.dtype.itemsize > 1:
             large = array > np.uint64(np.iinfo(np.int64).max)
             faults = dict.fromkeys(np.nonzero(large)[0].tolist(), f"{what} has {_TOO_LARGE}")

@@ -48,6 +48,7 @@ CREATE TABLE ledger (
     singleton INTEGER PRIMARY KEY CHECK (singleton = 1), count INTEGER NOT NULL, hash TEXT NOT NULL
 );
 CREATE TABLE enrolled (run TEXT PRIMARY KEY, users TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE drawn (commitment TEXT PRIMARY KEY, run TEXT NOT NULL, terms TEXT NOT NULL);
 CREATE TABLE series (
     commitment TEXT PRIMARY KEY, run TEXT NOT NULL, key BLOB NOT NULL, bound TEXT NOT NULL
 ) WITHOUT ROWID;
@@ -113,12 +114,13 @@ class ParticipationRecord(InFile):
         attempt: int,
         users: npt.NDArray[np.integer],
         series_key: bytes | None = None,
+        terms: str | None = None,
     ) -> str:
         """Store a cohort, distinct positions in any order, and return its commitment.
 
         Call this before asking the cohort, so that every commitment in the ledger has a cohort and
-        a killed attempt can be charged. The same attempt may be recorded again. Raises
-        InvalidValueError for invalid positions.
+        a killed attempt can be charged: the record keeps its `terms` until `keep_head` names it.
+        The same attempt may be recorded again. Raises InvalidValueError for invalid positions.
 
         For the first cohort of a series of rounds, give the key that determines the other cohorts
         and the noise. The record stores it, so that an interrupted series can continue, and deletes
@@ -131,6 +133,8 @@ class ParticipationRecord(InFile):
         row = (commitment, *at, salt, zlib.compress(cohort.tobytes(), level=1))
         with self.database.transaction():
             self.database.write("INSERT INTO participation VALUES (?, ?, ?, ?, ?, ?)", row)
+            if terms is not None:
+                self.database.write("INSERT INTO drawn VALUES (?, ?, ?)", (commitment, run, terms))
             if series_key is not None:
                 self.database.write("DELETE FROM series WHERE run = ?", (run,))
                 series = commitment, run, series_key, self._bound(commitment, series_key)
@@ -148,14 +152,15 @@ class ParticipationRecord(InFile):
                 "run can only continue with the same users, so start a new one"
             )
 
-    def keep_head(self, head: Head) -> None:
+    def keep_head(self, head: Head, charged: str | None = None) -> None:
         """Store the head of the ledger durably if it has more charges than the stored one.
 
-        Call this after a charge and before its release: then a ledger that lacks a charge of any
-        release also lacks the head stored here.
+        Call this after a charge, with the commitment that it `charged`, and before its release:
+        then a ledger that lacks a charge of any release also lacks the head stored here.
         """
         with self.database.transaction():
             self.database.write(_KEEP_HEAD, vars(head))
+            self.database.write("DELETE FROM drawn WHERE commitment = ?", (charged,))
 
     @property
     def ledger_head(self) -> Head | None:
@@ -172,13 +177,6 @@ class ParticipationRecord(InFile):
         rows = self.database.read(sql, (commitment,))
         return next((bytes(k) for k, bound in rows if self._bound(commitment, k) == bound), None)
 
-    def began_series(self, commitment: str) -> bool:
-        """Return whether the cohort is the first of its run's last series, in any copy of the file.
-
-        It is false if the key was left out of the copy or forgotten.
-        """
-        return bool(self.database.read("SELECT 1 FROM series WHERE commitment = ?", (commitment,)))
-
     def forget_series(self, run: str) -> None:
         """Delete the key of a run's series, which is over.
 
@@ -192,9 +190,10 @@ class ParticipationRecord(InFile):
         sql = "SELECT max(attempt) + 1 AS next FROM participation WHERE run = ? AND round = ?"
         return int(self.database.read(sql, (run, index(round_number)))[0]["next"] or 0)
 
-    def attempts(self, run: str) -> list[tuple[int, int, str]]:
-        """Return round, attempt and commitment of each cohort of a run, in the order of rounds."""
-        sql = "SELECT round, attempt, commitment FROM participation WHERE run = ? ORDER BY 1, 2"
+    def drawn(self, run: str) -> list[tuple[int, int, str, str]]:
+        """Return round, attempt, commitment and terms of each attempt that may lack its charge."""
+        sql = """SELECT round, attempt, commitment, terms
+        FROM drawn JOIN participation USING (commitment) WHERE drawn.run = ? ORDER BY 1, 2"""
         return [tuple(row) for row in self.database.read(sql, (run,))]
 
     def has_other_runs(self, run: str) -> bool:

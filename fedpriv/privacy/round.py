@@ -15,6 +15,7 @@ that it is never drawn twice, even if files are restored to an earlier state.
 """
 
 import hmac
+import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,8 +30,8 @@ import numpy.typing as npt
 
 from fedpriv.errors import BudgetExceededError, LedgerError
 from fedpriv.ledger.events import PrivacyBudget, Randomness, RoundEvent
-from fedpriv.ledger.ledger import Charge, Ledger, OpenSeries, ProposedCharge
-from fedpriv.ledger.participation import ParticipationRecord
+from fedpriv.ledger.ledger import Charge, Ledger, OpenSeries, ProposedCharge, event_from, event_text
+from fedpriv.ledger.participation import Attempt, ParticipationRecord
 from fedpriv.privacy.clipping import Clipping, IntegerVector
 from fedpriv.privacy.gaussian_mechanism import GaussianMechanism
 from fedpriv.privacy.layout import FloatVector
@@ -187,6 +188,31 @@ def _valid(partials: Iterable[PartialSum], clipping: Clipping, users: int) -> It
 
 
 @dataclass(frozen=True)
+class _Terms:
+    """How an attempt is charged, as in `ProposedCharge`; known before its cohort is drawn."""
+
+    event: RoundEvent
+    randomness: Randomness
+    part: int = 0
+    series: int | None = None
+
+    @property
+    def text(self) -> str:
+        """The terms as JSON."""
+        return json.dumps(vars(self) | {"event": event_text(self.event)})
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse a `text`."""
+        fields = json.loads(text)
+        return cls(**fields | {"event": event_from(fields["event"])})
+
+    def charge(self, place: Attempt, commitment: str) -> ProposedCharge:
+        """Return the charge of an attempt with this commitment to its cohort."""
+        return ProposedCharge(*place, cohort_commitment=commitment, **vars(self))
+
+
+@dataclass(frozen=True)
 class PrivacyRecords:
     """The records of all releases about a population, and the budget that limits them."""
 
@@ -195,8 +221,6 @@ class PrivacyRecords:
     budget: PrivacyBudget  # limit on all runs of the ledger together
     # Draws of the current series, by its key, so that they are computed once.
     _series_draws: dict[bytes, SeriesDraws] = field(default_factory=dict, init=False, repr=False)
-    # Runs whose last attempt was charged here, so that `settle` has nothing to look for.
-    _settled: set[str] = field(default_factory=set, init=False, repr=False)
 
     @classmethod
     @contextmanager
@@ -243,39 +267,20 @@ class PrivacyRecords:
     def charge(self, proposed: ProposedCharge) -> Charge:
         """Charge an attempt within the budget, and record the ledger's new head."""
         charge = with_room(lambda: self.ledger.charge(proposed, self.budget))
-        with_room(lambda: self.participation.keep_head(self.ledger.head))
-        self._settled.add(proposed.run)
+        charged = proposed.cohort_commitment
+        with_room(lambda: self.participation.keep_head(self.ledger.head, charged))
         return charge
 
-    def settle(self, event: RoundEvent, run: str, randomness: Randomness) -> None:
+    def settle(self, run: str) -> None:
         """Charge attempts that the run drew but did not charge, for example because it was killed.
 
-        Each is charged as `event`, since no file holds the event of a round that was not charged:
-        a run whose rounds differ in cost must go on with the round that was lost.
         Raises BudgetExceededError if other runs have spent the budget that this takes: the run is
         over.
         """
-        if run in self._settled:
-            self._settled.remove(run)  # until its next charge
-            return
-        try:
-            for number, attempt, commitment in self.participation.attempts(run):
-                if attempt >= self.ledger.next_attempt(run, number):
-                    _log.warning("run %r drew round %d uncharged; it is charged now", run, number)
-                    slot = self._slot_of(event, run, commitment)
-                    self.charge(
-                        ProposedCharge(run, number, attempt, randomness, event, commitment, *slot)
-                    )
-        finally:
-            self._settled.discard(run)
-
-    def _slot_of(self, event: RoundEvent, run: str, commitment: str) -> tuple[int, int | None]:
-        """Return the part of its event that a cohort was drawn for, and the charge that paid."""
-        series = self.ledger.open_series(run)
-        is_first = self.participation.began_series(commitment)
-        if series is None or is_first or series.charge.event != event:
-            return 0, None
-        return series.part, series.charge.position
+        for number, attempt, commitment, text in self.participation.drawn(run):
+            if attempt >= self.ledger.next_attempt(run, number):
+                _log.warning("run %r drew round %d uncharged; it is charged now", run, number)
+                self.charge(_Terms.parse(text).charge((run, number, attempt), commitment))
 
     def open_series(self, event: RoundEvent, run: str) -> tuple[OpenSeries, bytes] | None:
         """Return the unfinished series of this event that the run has paid for, and its key."""
@@ -377,25 +382,23 @@ def private_round(
       released; if the disk is full, the round waits for space.
     """
     event, number = mechanism.event, index(number)
-    records.settle(event, run, entropy.randomness)
+    records.settle(run)
     at = RoundAttempt(run, number, records.next_attempt(run, number), records.is_first(run))
     draws = records.next_draws(mechanism, run, entropy)
     if draws is None:
         records.refuse_if_beyond(event, f"run {run}, round {number}")
     prepare(at)
     draws = draws or records.new_draws(mechanism, at, entropy)
+    terms = _Terms(event, entropy.randomness, draws.part, draws.series)
     place, record = (run, number, at.attempt), records.participation.record
-    commitment, key = None, draws.new_series_key
+    commitment, kept = None, (draws.new_series_key, terms.text)
     try:
         users = draw_cohort(mechanism, at, draws)
-        commitment = with_room(lambda: record(*place, users, key))
+        commitment = with_room(lambda: record(*place, users, *kept))
         cohort = add_up(collect(at, users), mechanism.clipping, users.size)
     finally:  # charge after every exception
-        commitment = commitment or with_room(lambda: record(*place, _NOBODY, key))
-        slot = draws.part, draws.series
-        charge = records.charge(
-            ProposedCharge(run, number, at.attempt, entropy.randomness, event, commitment, *slot)
-        )
+        commitment = commitment or with_room(lambda: record(*place, _NOBODY, *kept))
+        charge = records.charge(terms.charge(place, commitment))
     at = replace(at, first=records.is_first(run))  # another run may have charged first meanwhile
     average = release(mechanism, at, cohort, charge, draws)
     if 1 < mechanism.sampling.rounds == draws.part + 1:
@@ -492,16 +495,17 @@ def secure_round(
       make it; it is charged once and releases nothing.
     """
     event, number = mechanism.event, index(number)
-    records.settle(event, run, entropy.randomness)
+    records.settle(run)
     at = RoundAttempt(run, number, records.next_attempt(run, number), records.is_first(run))
     records.refuse_if_beyond(event, f"run {run}, round {number}")
     prepare(at)
-    place = (run, number, at.attempt)
-    commitment = with_room(lambda: records.participation.record(*place, _NOBODY, None))
+    place, terms = (run, number, at.attempt), _Terms(event, entropy.randomness)
+    record = records.participation.record
+    commitment = with_room(lambda: record(*place, _NOBODY, terms=terms.text))
     try:
         open_sum = collect(at)
     finally:  # charge after every exception, since nodes have drawn users
-        charge = records.charge(ProposedCharge(*place, entropy.randomness, event, commitment))
+        charge = records.charge(terms.charge(place, commitment))
     _redeemed(charge, mechanism, at, 0)
     opened = open_sum()
     if opened is None:

@@ -448,7 +448,7 @@ def conduct(
     plan, sampling = experiment.plan, experiment.plan.sampling.event()
     output, evaluation = experiment.config.output, experiment.evaluation
     models = _Models(folder, experiment, records)
-    _settle(experiment, state, records)
+    _settle(experiment, records)
     folder.forget_end()
     if keep_going:  # the round that stated the budget is one in the middle now
         _restate(folder, state.round, records.ledger.epsilon(records.budget))
@@ -545,15 +545,12 @@ class _Models:
         return _measured(experiment, state.mean)
 
 
-def _settle(experiment: Experiment, state: ServerState, records: PrivacyRecords) -> None:
+def _settle(experiment: Experiment, records: PrivacyRecords) -> None:
     """Charge the round and the query that a killed run had drawn, if the budget allows each."""
-    plan, evaluation = experiment.plan, experiment.evaluation
-    drawn = {plan.run: plan.mechanism_at(state.clipping_norms).event}
-    if evaluation:
-        drawn[evaluation.run] = evaluation.events(1)
-    for run, event in drawn.items():
+    evaluation = experiment.evaluation
+    for run in (experiment.plan.run, *([evaluation.run] if evaluation else [])):
         with suppress(BudgetExceededError):
-            records.settle(event, run, experiment.entropy.randomness)
+            records.settle(run)
 
 
 def _restate(folder: RunFolder, number: int, epsilon: float) -> None:

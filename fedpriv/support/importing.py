@@ -19,9 +19,7 @@ _Kind = TypeVar("_Kind")
 
 def import_function(what: str, path: str, error: type[FedprivError]) -> Function:
     """Import and return the function or class at "package.module:function"; its module runs."""
-    module_name, _, name = path.partition(":")
-    if not all(part.isidentifier() for part in module_name.split(".")):
-        raise error(f"{what} is not of the form package.module:function")
+    module_name, name = split_path(what, path, error)
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as cause:  # a script may call sys.exit(0)
@@ -39,6 +37,14 @@ def import_function(what: str, path: str, error: type[FedprivError]) -> Function
             f"{known_names(name, public)}"
         )
     return cast(Function, function)
+
+
+def split_path(what: str, path: str, error: type[FedprivError]) -> tuple[str, str]:
+    """Return the parts of "package.module:function"; `error` for a path of another form."""
+    module, _, name = path.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
+        raise error(f"{what} is not of the form package.module:function")
+    return module, name
 
 
 def check_installed(

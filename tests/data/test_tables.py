@@ -144,6 +144,14 @@ def test_held_out_rows_may_have_text_by_which_they_are_grouped() -> None:
 GAP = np.where(np.arange(12).reshape(6, 2) % 5 == 3, np.nan, X)  # in rows 1 and 4
 
 
+def test_a_number_beyond_float32_refuses_nobody() -> None:
+    x = X.copy()
+    x[1, 0] = -1e300
+    stored = Population.from_arrays(x, TEXTS, IDS).users.fields["x"]
+    assert np.isneginf(stored).sum() == 1
+    assert np.isfinite(stored).sum() == x.size - 1
+
+
 def test_a_user_without_some_numbers_refuses_nobody_else() -> None:
     assert np.isnan(Population.from_arrays(GAP, TEXTS, IDS).users.fields["x"]).sum() == 2
     frame = FRAME.assign(age=[1, None, 2, None, 3, None])

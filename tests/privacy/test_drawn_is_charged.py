@@ -19,7 +19,7 @@ from fedpriv.errors import BudgetExceededError, ModelError
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.gaussian_mechanism import GaussianMechanism
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.noise import SeededEntropy
+from fedpriv.privacy.noise import OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.round import (
     PartialSum,
     PrivacyRecords,
@@ -38,6 +38,7 @@ POISSON, PASS = (
     GaussianMechanism.calibrated(sampling, CLIPPING, 50.0, (1.0,))
     for sampling in (PoissonSampling(12, 0.5), RandomAllocationSampling(12, 4, 2))
 )
+LOUDER = GaussianMechanism.calibrated(PoissonSampling(12, 0.5), CLIPPING, 99.0, (1.0,))
 SOURCE, FIRST_LINE = inspect.getsourcelines(private_round)
 CHARGING = FIRST_LINE + next(n for n, line in enumerate(SOURCE) if "commitment or" in line)
 
@@ -90,7 +91,8 @@ def charging(frame: FrameType) -> bool:
 
 def check(records: PrivacyRecords, mechanism: GaussianMechanism) -> None:
     """All that was ever drawn is charged, parts of a pass in order."""
-    drawn = {(n, attempt) for n, attempt, _ in records.participation.attempts("run")}
+    sql = "SELECT round, attempt FROM participation WHERE run = ?"
+    drawn = {tuple(row) for row in records.participation.database.read(sql, ("run",))}
     rows, rounds = [*records.ledger.charges()], mechanism.sampling.rounds
     assert drawn == {(row.round, row.attempt) for row in rows}
     assert [row.part for row in rows] == [n % rounds for n in range(len(rows))]
@@ -158,6 +160,25 @@ def test_a_round_that_is_killed_is_charged_when_its_run_goes_on(
         with open_records(tmp_path) as records:
             carry_out(records, mechanism, part)
             check(records, mechanism)
+
+
+@pytest.mark.parametrize("lost", [LOUDER, POISSON, PASS], ids=["louder", "quieter", "a pass"])
+def test_a_killed_round_is_charged_as_it_was_drawn_by_a_run_that_draws_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: GaussianMechanism
+) -> None:
+    goes_on = POISSON if lost is LOUDER else LOUDER
+    with open_records(tmp_path) as records, monkeypatch.context() as patched:
+        patched.setattr(PrivacyRecords, "charge", lambda *_: (_ for _ in ()).throw(OSError("here")))
+        with pytest.raises(OSError, match="here"):
+            carry_out(records, lost, 1)
+    with open_records(tmp_path) as records:
+        private_round(goes_on, "run", 1, ask, records, OperatingSystemEntropy())
+        rows = [*records.ledger.charges()]
+        assert [row.event for row in rows] == [lost.event, goes_on.event]
+        seeded, fresh = SEEDED.randomness, OperatingSystemEntropy().randomness
+        assert [row.randomness for row in rows] == [seeded, fresh] != [fresh, seeded]
+        assert not records.participation.drawn("run")
+        records.ledger.verify(records.participation)
 
 
 def test_a_charge_that_others_left_no_budget_for_ends_the_run_until_there_is_more(

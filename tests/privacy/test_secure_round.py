@@ -81,8 +81,7 @@ def test_the_participation_record_holds_an_empty_cohort(tmp_path: Path) -> None:
         run(Nodes(records, OpenedSum(TOTAL, 5)))
         records.ledger.verify(records.participation)
         (charge,) = records.ledger.charges()
-        (attempt,) = records.participation.attempts("run")
-    assert attempt == (1, 0, charge.cohort_commitment)
+        assert records.participation.users_of(charge.cohort_commitment).size == 0
 
 
 @pytest.mark.parametrize(

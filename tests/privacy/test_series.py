@@ -13,6 +13,7 @@ import pytest
 from fedpriv.errors import BudgetExceededError, LedgerError
 from fedpriv.experiment.grouping import equal_split
 from fedpriv.ledger import Charge, ExportedLedger, Ledger, ProposedCharge
+from fedpriv.ledger.participation import record_path
 from fedpriv.privacy import gaussian_mechanism
 from fedpriv.privacy import round as private
 from fedpriv.privacy.clipping import Clipping
@@ -36,6 +37,7 @@ from fedpriv.privacy.sampling import (
     Sampling,
     SeparatedSampling,
 )
+from fedpriv.run.backup import back_up
 from tests.training.federation import open_records
 
 LAYOUT = Layout(("a.w", "b.w"), ((3,), (2,)))
@@ -275,20 +277,28 @@ def test_of_two_copies_of_a_folder_one_goes_on_and_the_other_begins_a_series(
     ]
 
 
+@pytest.mark.parametrize("backup", [True, False], ids=["backup", "folder"])
 @pytest.mark.parametrize("begun", [True, False], ids=["of a new series", "of the old one"])
-def test_a_round_drawn_in_a_copy_is_charged_in_its_own_series_in_the_next_copy(
-    tmp_path: Path, *, begun: bool
+def test_a_round_drawn_before_a_copy_was_made_is_charged_in_its_own_series_in_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, begun: bool, backup: bool
 ) -> None:
     """The process was killed between the draw and the charge, and no copy can use the key."""
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     with open_records(here) as records:
         rounds(records, [1, 2], entropy=FRESH)
-        old = records.participation.series_key(next(records.ledger.charges()).cohort_commitment)
-        key, part = (FRESH.key(""), 0) if begun else (old, 2)
-        cohort = MECHANISM.sampling.draw(private.SeriesEntropy(key).key("sampling"))[part]
-        records.participation.record("run", 3, 0, cohort, key if begun else None)
-    shutil.copytree(here, there)
+    if begun:  # the copy cannot go on with the series, and begins another
+        here = shutil.copytree(here, tmp_path / "begun")
+    with open_records(here) as records, monkeypatch.context() as patched:
+        patched.setattr(PrivacyRecords, "charge", stop)
+        with pytest.raises(OSError, match="stopped"):
+            rounds(records, [3], entropy=FRESH)
+    if backup:
+        (here / "participation.sqlite").rename(record_path(here / "ledger.sqlite"))
+        back_up(here / "ledger.sqlite", there / "ledger.sqlite")
+        record_path(there / "ledger.sqlite").rename(there / "participation.sqlite")
+    else:
+        shutil.copytree(here, there)
     with open_records(there) as records:
         rounds(records, [3], entropy=FRESH)
         assert parts(records)[2:] == [(0, None) if begun else (2, 1), (0, None)]

@@ -20,7 +20,8 @@ def test_functions_and_classes_are_found() -> None:
 @pytest.mark.parametrize(
     ("path", "sentence"),
     [
-        ("collections", "it cannot be imported: module 'collections' has no function ''"),
+        ("collections", "it is not of the form package.module:function"),
+        ("collections:", "it is not of the form"),
         ("collections:Orderedict", "did you mean 'OrderedDict'"),
         ("collections:__doc__", "has no function '__doc__'"),
         ("no_such_module:f", "it cannot be imported: No module named"),
