@@ -61,7 +61,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class Examples:
-    """The examples of n users in L ≥ n lanes; L = 1 is a user who trains alone."""
+    """The examples of n users in L ≥ n lanes, or of a user alone, in one lane."""
 
     chunk: Chunk
     users: Integers  # [n] positions in the enrolled population
@@ -173,10 +173,11 @@ class Examples:
     def blocks(self) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
         """Yield each row to measure once: x and y [L·W, …], and which rows are real [L, W]."""
         whole, most = self._from_given(_ORDER) if self.made_of else None, int(self.counts.max())
-        width = self.schedule.width if self.lanes > 1 else min(_MEASURED, most)
+        together = bool(self.chunk.shapes)
+        width = self.schedule.width if together else min(_MEASURED, most)
         for first in range(0, whole.y.shape[1] if whole else most, width):
             # Side by side, the size of one user must not change the shape of others.
-            size = width if self.lanes > 1 else min(width, most - first)
+            size = width if together else min(width, most - first)
             part = whole or self._batches(*self.schedule.in_order(first, size))
             start = first if whole else 0
 
@@ -188,8 +189,7 @@ class Examples:
     @property
     def words(self) -> Tensor:
         """A random word of each lane, [L], on the device."""
-        words = self.made_of.get(_WORDS)
-        return torch.from_numpy(self.schedule.words) if words is None else words
+        return self.made_of.get(_WORDS, torch.from_numpy(self.schedule.words))
 
     def _from_given(self, part: str) -> Batches:
         given = {n.removeprefix(part): t for n, t in self.made_of.items() if n.startswith(part)}
@@ -216,23 +216,19 @@ class Examples:
         columns, users, pinned = TorchTensors(), len(self.users), self.device.type == "cuda"
         for name in self.task.fields:
             column = self.store.fields[name]
-            shape, kind = (*rows.shape, *column.shape[1:]), _kind_of(column)
+            shape = *rows.shape, *column.shape[1:]
+            kind = torch.from_numpy(np.empty(0, column.dtype)).dtype
             columns[name] = torch.empty(shape, dtype=kind, pin_memory=pinned)
             columns[name][users:].zero_()
         self.store.take(rows[:users], {name: t[:users].numpy() for name, t in columns.items()})
         return columns
 
 
-def _kind_of(column: npt.NDArray[np.generic]) -> torch.dtype:
-    """Return torch's name of a type of numbers."""
-    return torch.from_numpy(np.empty(0, column.dtype)).dtype
-
-
 def held_on(device: torch.device, columns: Mapping[str, npt.NDArray[np.generic]]) -> TorchTensors:
     """Return a copy of fields on a device, [rows + 1, …], with zeros in the last row."""
     copies = {}
     for name, column in columns.items():
-        shape, kind = (len(column) + 1, *column.shape[1:]), _kind_of(column)
-        copies[name] = torch.zeros(shape, dtype=kind, device=device)
+        kind = torch.from_numpy(np.empty(0, column.dtype)).dtype
+        copies[name] = torch.zeros((len(column) + 1, *column.shape[1:]), dtype=kind, device=device)
         copies[name][:-1] = torch.from_numpy(np.ascontiguousarray(column))
     return copies

@@ -28,9 +28,9 @@ class Indices:
         self._task, self._users = task.evaluated(), users
         self._task.model.to(_CPU)
         self._reasons: dict[int, Exception | None] = {}  # of users who were tried; None: accepted
-        fields = {name: users.fields[name] for name in task.fields}
         self._seen, self._suspect = np.zeros((2, users.population), np.bool_)
-        self._zeros = {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in fields.items()}
+        fields = ((name, users.fields[name]) for name in task.fields)
+        self._zeros = {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in fields}
 
     def largest(self, name: str, most: int) -> int:
         """Return the largest legal number of a field of integers or bools, at most `most`.

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpriv.engine.arithmetic import generators_apart
+from fedpriv.engine.bounds import WithinBounds
 from fedpriv.engine.task import Inputs, RunningNorm, Task, called, running_norms
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError, known_names
 from fedpriv.measures.figures import LOSS, Seen, Sums
@@ -116,7 +117,8 @@ def _measured(
     for seen, exists in blocks if sums else ():
         for key, measure in sums.items():
             parts = _by_user(seen, len(exists)) if key in own else [seen]
-            rows = torch.cat([measure.of_rows(part) for part in parts])
+            with WithinBounds():
+                rows = torch.cat([measure.of_rows(part) for part in parts])
             rows = torch.where(exists.reshape(-1, 1), rows, 0.0).view(*exists.shape, -1).sum(1)
             totals[key] = totals[key] + rows if key in totals else rows
     return {key: sums[key].finish(total) for key, total in totals.items()}

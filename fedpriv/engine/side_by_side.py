@@ -22,7 +22,7 @@ from fedpriv.engine.arithmetic import (
 )
 from fedpriv.engine.descent import Descent, is_plain
 from fedpriv.engine.examples import Batches, Examples
-from fedpriv.engine.kept import KeptModel
+from fedpriv.engine.kept import KeptModel, named_tensors
 from fedpriv.engine.lanes import ROUNDED, Derived, Done, Lanes, MixingError, Rows, Weights
 from fedpriv.engine.products import OWN_FUNCTIONS, LowRank
 from fedpriv.engine.schedule import mask_words
@@ -100,8 +100,7 @@ class SideBySideModel:
             for name, parameter in module._parameters.items():
                 if id(parameter) in weights:
                     module._parameters[name] = weights[id(parameter)]  # type: ignore[assignment]
-        constants = (*model.named_parameters(), *model.named_buffers())
-        kept = KeptModel(model, [name for name, _ in constants if name not in trained])
+        kept = KeptModel(model, [name for name in named_tensors(model) if name not in trained])
         named = {name: weights[id(p)] for name, p in trained.items()}
         initial = task.constants(device)
         kept.copy_from({name: initial[name] for name in kept.tensors})

@@ -127,8 +127,7 @@ class Trainer:
         Fields that are mapped from files are assumed to be too large.
         """
         columns = {name: self.users.fields[name] for name in self.task.fields}
-        mapped = any(isinstance(column, np.memmap) for column in columns.values())
-        if mapped or self.device.type != "cuda":
+        if self.device.type != "cuda" or any(isinstance(c, np.memmap) for c in columns.values()):
             return None
         free, _ = torch.cuda.mem_get_info(self.device)
         if sum(column.nbytes for column in columns.values()) > free // 4:  # the rest is for chunks
@@ -326,7 +325,7 @@ class Trainer:
 
     def _blocks(self, start: RoundParameters, examples: Examples) -> Blocks:
         """Yield the evaluation of users' rows by the model at the start."""
-        if examples.lanes > 1:
+        if examples.chunk.shapes:
             lanes, model = examples.lanes, self.measured
             model.kept.copy_from(start.constants)
             run = partial(model.outputs, same_for_all(start.parameters, lanes), lanes)

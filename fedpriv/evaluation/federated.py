@@ -130,14 +130,13 @@ def questions_about(
 
     def values(metric: Metric, fields: Fields) -> npt.NDArray[np.float64]:
         personal_tensors, examples = personal(fields)
-        tensors = {n: torch.tensor(t) for n, t in personal_tensors.items()}
+        tensors = shared | {n: torch.tensor(t) for n, t in personal_tensors.items()}
         # In evaluation too, a model may draw random numbers and change its buffers. A user's result
         # must not depend on earlier users, so each gets the same model and the same seed.
-        start = RoundParameters(shared | tensors, {})
         with (
             plain_arithmetic(_CPU),
             seeded(_KEY, 0, _CPU),
-            alone.begun(start, training=False) as evaluated,
+            alone.begun(RoundParameters(tensors, {}), training=False) as evaluated,
         ):
             measuring = Measuring(task, evaluated, partial(outputs_of, evaluated))
             value = mean_metric(measuring, examples, metric)
