@@ -19,7 +19,7 @@ from fedpriv.report.records import SiteRecord, Trouble
 from fedpriv.report.tables import Column, json_text, print_table, screen
 from fedpriv.report.tables import Table as Rows
 from fedpriv.support.checks import epsilon_down, epsilon_up
-from fedpriv.support.disk import write_atomically, writing
+from fedpriv.support.disk import write_atomically
 from fedpriv.support.logs import expiry, one_line
 from fedpriv.wire.codec import MAX_NAME
 
@@ -64,8 +64,8 @@ def show_status(server: str, identity: Identity, *, as_json: bool) -> None:
 def save_model(server: str, identity: Identity, out: Path) -> None:
     """Fetch the newest released model into a file, and print its round and its cost.
 
-    InvalidValueError: the file exists and is not a model, or cannot be written. UnreachableError
-    and WireError as for `show_status`.
+    InvalidValueError: the file exists and is not a model. UnreachableError and WireError as for
+    `show_status`.
     """
     if out.exists():
         _check_model(out)
@@ -83,8 +83,7 @@ def save_model(server: str, identity: Identity, out: Path) -> None:
             raise ValueError("no model costs that")
     except _NO_MODEL as error:
         raise WireError(f"what {server} sends is not a model with its round and ε") from error
-    with writing(out):
-        write_atomically(out, data)
+    write_atomically(out, data)
     name, spent = one_line(run), f"ε = {epsilon_up(epsilon)} at δ = {delta}"
     if randomness is Randomness.SEEDED:
         spent += f", {randomness}"

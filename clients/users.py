@@ -24,7 +24,6 @@ from fedpriv.data.arrays import from_arrays, from_readers
 from fedpriv.data.columns import read_npz
 from fedpriv.data.population import Population, UserStore, plain_id
 from fedpriv.errors import DataError, InvalidValueError
-from fedpriv.support.disk import writing
 from fedpriv.support.importing import call_imported, import_function, raised_at
 from fedpriv.wire.naming import check_user_id, read_key
 
@@ -119,11 +118,10 @@ def enrolled_positions(store: UserStore, positions: NDArray[np.int64]) -> NDArra
 def make_id_key(path: Path) -> None:
     """Write a random key of 32 bytes to a new file with mode 0600.
 
-    InvalidValueError: the file exists or cannot be written.
+    OSError: the file exists or cannot be written.
     """
-    with writing(path):
-        path.touch(mode=0o600, exist_ok=False)
-        path.write_text(f"{secrets.token_hex(32)}\n", encoding="ascii")
+    path.touch(mode=0o600, exist_ok=False)
+    path.write_text(f"{secrets.token_hex(32)}\n", encoding="ascii")
 
 
 def _id_key(path: Path) -> bytes:

@@ -280,8 +280,6 @@ def simulate(
     Exit code 3: the audit of the run refutes its ledger. Exit code 4: the run ended because too few
     users count.
     """
-    if resume and out is None:
-        raise InvalidValueError("--resume needs --out, the folder of the run to go on with")
     given = file, assignments or [], out
     if engine == "flower":
         if start is not None:
@@ -434,10 +432,7 @@ def price(
 
 
 @app.command(rich_help_panel=_PRICE)
-def curves(
-    ledger: LedgerPath,
-    out: Annotated[Path, _option("folder to write to")],
-) -> None:
+def curves(ledger: LedgerPath, out: Annotated[Path, _option("folder to write to")]) -> None:
     """Draw the errors of tests that guess who took part: PNG, SVG and CSV."""
     from fedpriv.accounting.pricing import read_ledger
     from fedpriv.report.guarantee import write_trade_off

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.support.disk import write_atomically, writing
+from fedpriv.support.disk import write_atomically
 from fedpriv.wire import naming
 
 YEAR = timedelta(days=365)
@@ -66,7 +66,7 @@ def init(folder: Path, hosts: Sequence[str]) -> None:
     """Create an authority that is valid for ten years, and the server's certificate.
 
     The hosts are DNS names and IP addresses under which nodes reach the server. InvalidValueError:
-    a host is invalid, the folder already holds an authority, or it cannot be written.
+    a host is invalid, or the folder already holds an authority.
     """
     _alternatives_of(hosts)
     path = folder / "authority"
@@ -246,17 +246,15 @@ def _make_private(folder: Path) -> None:
 
 def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
     pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
-    with writing(path):
-        _make_private(path.parent)
-        private = key.private_bytes(pem, pkcs8, serialization.NoEncryption())
-        write_atomically(path, private, 0o600)
+    _make_private(path.parent)
+    private = key.private_bytes(pem, pkcs8, serialization.NoEncryption())
+    write_atomically(path, private, 0o600)
 
 
 def _write_certificate(
     folder: Path, name: str, certificate: x509.Certificate, ca: x509.Certificate
 ) -> None:
     pem = serialization.Encoding.PEM
-    with writing(folder / f"{name}.pem"):
-        _make_private(folder)
-        write_atomically(folder / "ca.pem", ca.public_bytes(pem))
-        write_atomically(folder / f"{name}.pem", certificate.public_bytes(pem))
+    _make_private(folder)
+    write_atomically(folder / "ca.pem", ca.public_bytes(pem))
+    write_atomically(folder / f"{name}.pem", certificate.public_bytes(pem))

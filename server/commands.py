@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from fedpriv.errors import InvalidValueError
 from fedpriv.support.logs import LogFormat, configure
 
 
@@ -60,8 +59,6 @@ def serve(
     audit of the run refutes what its ledger says. Exit code 4: the run ended since too few users
     count.
     """
-    if resume and out is None:
-        raise InvalidValueError("--resume needs --out, the folder of the run to go on with")
     configure(log_format)
     from fedpriv.experiment.config import load_config
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from rich.console import Console
 from threadpoolctl import threadpool_limits
@@ -243,14 +244,7 @@ class GrpcTransport(Transport):
 
 
 def serve(
-    file: Path,
-    assignments: list[str],
-    out: Path | None,
-    *,
-    resume: bool,
-    insecure: bool,
-    leave: bool,
-    keep_going: bool = False,
+    file: Path, assignments: list[str], out: Path | None, *, insecure: bool, leave: bool, **how: Any
 ) -> Run:
     """Run or resume an experiment on the nodes that connect, print progress, and return the run.
 
@@ -261,7 +255,7 @@ def serve(
     RunError: the run failed, but may be resumed; any other FedprivError: the input is wrong.
     """
     _allow_many_files()
-    setup = RunSetup.at(load_config(file, assignments), out, resume=resume, keep_going=keep_going)
+    setup = RunSetup.at(load_config(file, assignments), out, **how)
     section = setup.config.federation
     if section is None:
         raise InvalidValueError(f"{file} has no section federation, which `fedpriv serve` needs")

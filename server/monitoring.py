@@ -137,7 +137,7 @@ class Sites:
             return
         try:
             saved = folder.read_sites().sites
-        except DataError as error:
+        except (DataError, OSError) as error:
             _log.warning("%s; its counts begin anew", error)
             return
         for node in self._sites.keys() & saved.keys():

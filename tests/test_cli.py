@@ -237,7 +237,7 @@ def test_ledger_show_verify_and_export(run_folder: Path, tmp_path: Path) -> None
     assert lines[1]["sum_queries"][0]["clipping_norm"] == 0.5
     printed = fedpriv("ledger", "export", ledger)
     assert printed.stdout == out.read_text()
-    assert "cannot be written" in refused("ledger", "export", ledger, "--out", tmp_path / "a" / "b")
+    assert "cannot be used" in refused("ledger", "export", ledger, "--out", tmp_path / "a" / "b")
 
 
 @pytest.mark.parametrize("name", ["ledger.sqlite", "ledger.participation.sqlite", "plan.toml"])
@@ -285,7 +285,7 @@ def test_a_ledger_without_a_head_is_one_sentence(run_folder: Path, tmp_path: Pat
 def test_a_path_in_a_message_is_the_one_that_was_given(run_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     line = refused("ledger", "backup", run_folder / "ledger.sqlite", tmp_path / "file" / "b")
-    assert line == f"error: '{tmp_path}/file' cannot be written: File exists"
+    assert line == f"error: {tmp_path}/file cannot be used: File exists"
     line = refused("ledger", "show", "absent", cwd=tmp_path)
     assert line == "error: ledger absent cannot be opened: No such file or directory"
 

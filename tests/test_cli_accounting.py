@@ -384,4 +384,4 @@ def test_bad_curves_are_refused(folder: Path, tmp_path: Path) -> None:
     assert "--out" in refused("curves", full)
     assert "absent" in refused("curves", folder / "absent.sqlite", "--out", tmp_path / "x")
     assert not (tmp_path / "x").exists()
-    assert "cannot be written" in refused("curves", full, "--out", full)
+    assert "cannot be used" in refused("curves", full, "--out", full)

@@ -311,7 +311,7 @@ def test_status_of_a_folder_is_json_too(tmp_path: Path) -> None:
         ([], "exactly one of FOLDER and --server"),
         (["run", "--server", "localhost:1"], "exactly one of FOLDER and --server"),
         (["run", "--node", "n"], "a folder is read without"),
-        (["run"], "sites.json cannot be read"),
+        (["run"], "sites.json cannot be used: No such file"),
     ],
 )
 def test_status_needs_a_server_or_the_folder_of_a_run(
@@ -366,7 +366,7 @@ def test_a_node_is_known_in_exactly_one_way(command: str, identity: list[str]) -
     ("arguments", "sentence"),
     [
         (["serve"], "Missing argument"),
-        (["serve", "f.toml", "--resume"], "--resume needs --out"),
+        (["serve", f"{ROOT}/simulations/federation.toml", "--resume"], "--resume needs --out"),
         (["serve", "f.toml", "--log-format", "xml"], "--log-format"),
         (["join", "--users", "h:h"], "Missing option '--server'"),
         (["join", "--server", "localhost:1"], "Missing option '--users'"),
@@ -663,5 +663,5 @@ def test_a_model_replaces_models_alone(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     with serving(Standing(wire.STATUS.encode(STATUS), model=released())) as server:
         file = tmp_path / "none" / "model.safetensors"
-        assert f"'{file}' cannot be written" in refused("model", *plain(server), "--out", file)
+        assert f"{file} cannot be used" in refused("model", *plain(server), "--out", file)
         assert "--out" in refused("model", *plain(server))

@@ -79,24 +79,16 @@ class Directions:
     canaries: int  # m
     dimension: int  # d
 
-    def rows(self, canaries: Positions, span: slice = slice(None)) -> Float32Matrix:
-        """Return a span of the directions of some canaries: [c, numbers of the span]."""
-        start, stop, _ = span.indices(self.dimension)
-        directions = np.zeros((len(canaries), stop - start), np.float32)
+    def rows(self, canaries: Positions) -> Float32Matrix:
+        """Return the directions of some canaries: [c, d]."""
+        directions = np.zeros((len(canaries), self.dimension), np.float32)
         for direction, canary in zip(directions, canaries.tolist(), strict=True):
             block, row = divmod(canary, self.dimension)
             (piece,) = (piece for piece in self._pieces if piece.start <= row < piece.stop)
-            first, last = max(start, piece.start), min(stop, piece.stop)
-            if first >= last:
-                continue
             left, right = _hadamard_factors(piece.stop - piece.start)
-            width, skipped = len(right), first - piece.start
-            left_row, right_row = divmod(row - piece.start, width)
-            # The direction is a matrix [left, right]; only its rows that overlap the span are made.
-            overlap = slice(skipped // width, -(-(last - piece.start) // width))
-            numbers = (left[left_row, overlap, np.newaxis] * right[right_row]).ravel()
-            numbers = numbers[skipped % width :][: last - first]
-            direction[first - start : last - start] = numbers * self._signs[block, first:last]
+            left_row, right_row = divmod(row - piece.start, len(right))
+            numbers = np.outer(left[left_row], right[right_row]).ravel()
+            direction[piece] = numbers * self._signs[block, piece]
         return directions
 
     def along(self, vector: FloatVector) -> FloatVector:

@@ -93,15 +93,10 @@ def _most_owners(each: Sequence[Sequence[object]], owners: int | None) -> int:
     if 0 in sizes:
         raise DataError(f"row {sizes.index(0)} has no user id; each row must have one or more")
     most = max(sizes, default=1)
-    if most > 1 and owners is None:
+    if most > (owners or 1):
         raise DataError(
-            f"row {sizes.index(most)} belongs to {most} users; with such rows owners must be "
-            "given, the most users that a row may belong to"
-        )
-    if owners is not None and most > owners:
-        raise DataError(
-            f"row {sizes.index(most)} belongs to {most} users; owners is {owners}, the most that a "
-            "row may belong to"
+            f"row {sizes.index(most)} belongs to {most} users and owners is {owners}; it must be "
+            "the most users that a row may belong to"
         )
     return most
 
@@ -115,9 +110,7 @@ def from_grouped(users: Grouped) -> UserStore:
     return from_readers((user_id, partial(columns_of, rows)) for user_id, rows in _by_user(users))
 
 
-def from_readers(
-    users: Iterable[tuple[str, Callable[[], Mapping[str, ColumnLike]]]],
-) -> UserStore:
+def from_readers(users: Iterable[tuple[str, Callable[[], Mapping[str, ColumnLike]]]]) -> UserStore:
     """Join users like `from_grouped`; each function returns a user's fields or raises DataError."""
     parts, broken = dict[str, dict[str, Array]](), dict[str, str]()
     for user_id, read in users:

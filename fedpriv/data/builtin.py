@@ -14,6 +14,7 @@ from fedpriv.data import partition as partitioners
 from fedpriv.data.columns import Array, read_npz
 from fedpriv.data.population import Population, UserStore, check_count, offsets_of
 from fedpriv.errors import InvalidValueError, known_names
+from fedpriv.support.checks import check_types
 
 _DIGITS = Path(__file__).with_name("digits.npz")  # uint8: images [1797, 8, 8] of 0..16, labels
 _TEST_EVERY = 5
@@ -83,11 +84,10 @@ def synthetic_population(
     check_count("users", users)
     check_count("classes", classes)
     check_count("test_rows", test_rows)
-    if isinstance(shape, str) or not isinstance(shape, Sequence):
-        raise InvalidValueError(f"shape is {shape!r}; it must be a list of whole numbers")
+    check_types(shape=(shape, Sequence))
     sides = tuple(check_count("each side of shape", side) for side in shape)
     size = examples_per_user
-    if isinstance(size, Sequence) and (isinstance(size, str) or len(size) != 2):
+    if isinstance(size, Sequence) and len(size) != 2:
         legal = "a whole number or a pair (low, high)"
         raise InvalidValueError(f"examples_per_user is {size!r}; it must be {legal}")
     if isinstance(size, Sequence):

@@ -9,8 +9,7 @@ import hashlib
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,7 @@ from fedpriv.data.population import (
 )
 from fedpriv.errors import DataError, InvalidValueError, known_names
 from fedpriv.support.checks import checked_arguments
-from fedpriv.support.importing import check_installed, check_options, import_function
+from fedpriv.support.importing import call_imported, check_installed, import_function, raised_with
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -114,7 +113,8 @@ def load_hugging_face(
         found = f"dataset is {dataset!r}, train {train!r} and test {test!r}"
         legal = "dataset, a name on the Hugging Face hub, or both paths must be given"
         raise InvalidValueError(f"{found}; either {legal}")
-    classes = _classes_of(rows, held_out, names).get(str(columns.get("y")))
+    _check_classes(rows, held_out, names)
+    classes = getattr(rows.features.get(str(columns.get("y"))), "names", None)
     if owners is not None and user_column is None:
         raise InvalidValueError(f"owners is {owners}; without user_column it must be absent")
     if user_column is not None and partitioner is None and arguments is None:
@@ -205,9 +205,7 @@ def partitioner_named(name: str, arguments: Mapping[str, object]) -> "Partitione
         _package("flwr_datasets", "flower")
         name = f"flwr_datasets.partitioner:{name}"
     make = import_function(what, name, DataError)
-    check_options(what, make, arguments, InvalidValueError, noun="argument")
-    with _refusals(what):
-        return cast("Partitioner", make(**arguments))
+    return cast("Partitioner", call_imported(what, make, arguments, InvalidValueError, raised_with))
 
 
 def _described_partitioner(name: str, arguments: Mapping[str, object]) -> tuple["Partitioner", str]:
@@ -219,7 +217,7 @@ def _described_partitioner(name: str, arguments: Mapping[str, object]) -> tuple[
 
 
 def _package(name: str, extra: str) -> ModuleType:
-    check_installed(extra, name, error=DataError)
+    check_installed(extra, name)
     return importlib.import_module(name)
 
 
@@ -342,50 +340,34 @@ def _select(dataset: "Dataset", columns: set[str], form: str | None) -> dict[str
 
 def _dealt(fields: Fields, dataset: "Dataset", partitioner: "Partitioner") -> UserStore:
     what = f"partitioner {type(partitioner).__name__!r}"
-    with _refusals(what):
+    try:
         numbers = np.arange(len(dataset))
         partitioner.dataset = dataset.with_format(None).add_column(_ROW, numbers)
-        users = partitioner.num_partitions
-    rows = [np.empty(0, np.int64)] * users
-    for user in range(users):
-        with _refusals(what):
-            part = partitioner.load_partition(user)
-        if _ROW not in part.column_names:
-            raise DataError(f"{what} does not deal whole rows; users must differ in rows")
-        rows[user] = np.asarray(part[_ROW][:], np.int64)
+        parts = [partitioner.load_partition(user) for user in range(partitioner.num_partitions)]
+    except Exception as error:
+        sentence = " ".join(str(error).split())
+        raise InvalidValueError(f"{what} refuses: {sentence or type(error).__name__}") from error
+    if not all(_ROW in part.column_names for part in parts):
+        raise DataError(f"{what} does not deal whole rows; users must differ in rows")
+    rows = [np.asarray(part[_ROW][:], np.int64) for part in parts]
     dealt, times = np.unique(np.concatenate(rows), return_counts=True)
     if twice := np.count_nonzero(times > 1):
         raise DataError(f"{what} gives {twice} rows to two users or twice to one; each needs one")
     user_of_row = np.zeros(len(dataset), np.int64)
-    user_of_row[np.concatenate(rows)] = np.repeat(np.arange(users), [len(own) for own in rows])
+    owners = np.repeat(np.arange(len(rows)), [len(own) for own in rows])
+    user_of_row[np.concatenate(rows)] = owners
     if len(dealt) < len(dataset):
         fields = {name: field[dealt] for name, field in fields.items()}
-    return partition(fields, user_of_row[dealt], np.arange(users))
+    return partition(fields, user_of_row[dealt], np.arange(len(rows)))
 
 
-@contextmanager
-def _refusals(what: str) -> Iterator[None]:
-    """Turn any error of a partitioner into one sentence."""
-    try:
-        yield
-    except Exception as error:
-        sentence = " ".join(str(error).split())
-        raise InvalidValueError(f"{what} refuses: {sentence or type(error).__name__}") from error
-
-
-def _classes_of(
-    rows: "Dataset", held_out: "Dataset", columns: Sequence[Any]
-) -> dict[str, Sequence[str]]:
-    """Return the names of classes of columns that have them; DataError if the splits differ."""
-    names = dict[str, Sequence[str]]()
+def _check_classes(rows: "Dataset", held_out: "Dataset", columns: Sequence[Any]) -> None:
+    """Raise DataError if the splits number the classes of a column differently."""
     for column in columns:
         one, other = (getattr(d.features.get(column), "names", None) for d in (rows, held_out))
         if one is not None and other is not None and one != other:
             problem = f"column {column!r} numbers other classes in test than in train"
             raise DataError(f"{problem}; both must have the same list of classes")
-        if one is not None:
-            names[column] = one
-    return names
 
 
 def _held_out_owners(users: UserStore, held_out: "Dataset", user_column: str) -> Fields:

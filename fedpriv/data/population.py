@@ -44,10 +44,10 @@ from fedpriv.data.columns import (
     split_frame,
     to_array,
 )
-from fedpriv.errors import DataError, InvalidValueError, known_names
+from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.support.checks import check_range, check_types
 from fedpriv.support.disk import sync
-from fedpriv.support.importing import call_imported, check_options, import_function
+from fedpriv.support.importing import call_imported, import_function
 
 if TYPE_CHECKING:
     from fedpriv.data.arrays import Grouped
@@ -535,12 +535,8 @@ def load_population(name: str, options: Mapping[str, object]) -> Population:
     Options are keyword arguments, checked against the function's signature first. Of an error that
     is not fedpriv's own only type and line are reported, because its text may hold users' data.
     """
-    if name not in _LOADERS and ":" not in name:
-        known = known_names(name, _LOADERS)
-        raise DataError(f"unknown population {name!r}; {known}, or package.module:function")
     what = f"population {name!r}"
-    loader = import_function(what, _LOADERS.get(name, name), DataError)
-    check_options(what, loader, options, InvalidValueError)
+    loader = import_function(what, name, DataError, _LOADERS)
     population = call_imported(what, loader, options, DataError)
     if not isinstance(population, Population):
         raise DataError(f"{name} must return a Population, not {type(population).__name__}")
@@ -811,9 +807,6 @@ def _read_description(path: Path) -> tuple[list[str], bool, dict[int, str]]:
 def _read_array(path: Path, *, mapped: bool) -> NDArray[Any]:
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="r" if mapped else None)
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise DataError(f"{path} cannot be read: {reason}") from error
     except (ValueError, EOFError) as error:  # NumPy's text may quote the content
         raise DataError(f"{path} cannot be read as an array of numbers or strings") from error
     if isinstance(array.base, mmap.mmap):

@@ -23,7 +23,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from fedpriv.engine.arithmetic import Activations
 from fedpriv.engine.bounds import WithinBounds
 from fedpriv.engine.kept import named_tensors
-from fedpriv.errors import InvalidValueError, ModelError, known_names
+from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.measures.figures import ALWAYS, SCORES_FIRST, Seen, figure_of
 from fedpriv.measures.metrics import MetricFunction
 from fedpriv.privacy.clipping_torch import TorchTensors
@@ -127,13 +127,7 @@ def find_loss(name: str) -> Loss:
 
     ModelError: the name is unknown, or the function cannot be imported.
     """
-    if name in LOSSES:
-        return LOSSES[name]
-    if ":" not in name:
-        raise ModelError(
-            f"unknown loss {name!r}; {known_names(name, LOSSES)}, or package.module:function"
-        )
-    return cast(Loss, import_function(f"loss {name!r}", name, ModelError))
+    return cast(Loss, import_function(f"loss {name!r}", name, ModelError, LOSSES))
 
 
 @dataclass(frozen=True)

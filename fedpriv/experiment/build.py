@@ -5,7 +5,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -27,13 +27,13 @@ from fedpriv.engine.roads import Road
 from fedpriv.engine.task import LOSSES, HeldOut, Task, running_norms
 from fedpriv.engine.task_checks import check_learns, check_targets, check_task
 from fedpriv.engine.trainer import SimulationOnlyDropped, blank
-from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
+from fedpriv.engine.transport import Engine, InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import DataError, InvalidValueError, ModelError
 from fedpriv.evaluation.federated import FederatedEvaluation, UserEvaluation, kept_apart
 from fedpriv.evaluation.held_out import check_held_out
 from fedpriv.evaluation.personalisation import HeldOutUsers, Personalisation
 from fedpriv.experiment.config import Config, local_table, parse_config, plain, tables_of
-from fedpriv.experiment.mechanism import AsIf, Mechanism, Poisson, given
+from fedpriv.experiment.mechanism import AsIf, Mechanism, Numbers, Poisson, given
 from fedpriv.experiment.models import build_model
 from fedpriv.experiment.trackers import TRACKERS, Callback, Tracker
 from fedpriv.ledger.events import PrivacyBudget, RoundEvent, Unit
@@ -44,14 +44,7 @@ from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.round import RoundAttempt
 from fedpriv.privacy.sampling import CanarySampling, ExampleSampling, Sampling
 from fedpriv.support.checks import epsilon_up, text_down
-from fedpriv.support.importing import (
-    Choice,
-    call_imported,
-    check_options,
-    import_function,
-    path_of,
-    raised_with,
-)
+from fedpriv.support.importing import Choice, call_imported, import_function, path_of, raised_with
 from fedpriv.support.logs import SIMULATION_ONLY, one_line
 from fedpriv.training.local import FedRecon
 from fedpriv.training.optimizers import ServerOptimizer, try_out
@@ -78,6 +71,7 @@ class Method:
     local: LocalTraining
     server: ServerOptimizer
     personalisation: Personalisation | None = None  # which no arm varies
+    origin: str = ""  # what decides its result besides the plan; by default digests of the task
 
 
 @dataclass(frozen=True)
@@ -139,16 +133,8 @@ def population_of(config: Config) -> Population:
     return replace(population, succeeds=data.succeeds) if data.succeeds else population
 
 
-class SharedRoads:
-    """Decisions of runs on one population how users train, by model; a seed makes another model."""
-
-    def __init__(self) -> None:
-        self._roads: dict[str | int, tuple[Task | None, dict[Hashable, Road]]] = {}
-
-    def of(self, config: Config, task: Task | None) -> dict[Hashable, Road]:
-        """Return the roads of the model of a configuration, or of a given task."""
-        key = config.model.model_dump_json() if task is None else id(task)
-        return self._roads.setdefault(key, (task, {}))[1]  # a task that is kept keeps its id
+SharedRoads = dict[str | int, tuple[Task, dict[Hashable, Road]]]
+"""Decisions of runs on one population how users train, by model; a seed makes another model."""
 
 
 def on_population(
@@ -165,8 +151,10 @@ def on_population(
     evaluate the model, part of their examples is kept from training, and the charges for that count
     as spent. Runs that share `roads` try the shapes of one model once.
     """
-    origin = _origin(method.task) if method else ""
+    model = config.model.model_dump_json() if method is None else id(method.task)
     method = _projected(method or method_of(config), config)
+    # A task that is kept keeps its id.
+    _, own_roads = ({} if roads is None else roads).setdefault(model, (method.task, {}))
     mechanism, before = method.mechanism, spent
     population.users.refuse_broken()
     population = population_for(method.task, records_of(population, mechanism))
@@ -176,7 +164,7 @@ def on_population(
     _check_succession(population, config.privacy.ledger)
     engine, name, users = config.engine, population.ledger_name, population.users.population
     few = few_rows(population)
-    experiment = build(config, run, name, users, population.test, spent, method, few, origin)
+    experiment = build(config, run, name, users, population.test, method, spent, few)
     if evaluation is not None:
         # A run that is resumed keeps the same examples from training.
         kept = f"{experiment.plan.description} held_out={evaluation.asked.held_out}"
@@ -197,14 +185,12 @@ def on_population(
         experiment.device,
         chunk_memory_of(engine.chunk_mebibytes, experiment.device),
         on_dropped=_naming_the_first(population, mechanism.unit, places, experiment.notes),
-        activations=engine.activations,
-        processes=engine.processes,
-        path=engine.path,
+        **engine.model_dump(include={"activations", "processes", "path"}),
         timed=config.seed is None,
         # A number of users that few cohorts exceed.
         cohort=math.ceil(drawn.expected_cohort_size + math.sqrt(drawn.cohort_variance)),
         most_rows=1 if k is not None or mechanism.unit is Unit.EXAMPLE else mechanism.microbatch,
-        roads={} if roads is None else roads.of(config, method.task if method else None),
+        roads=own_roads,
     )
 
 
@@ -248,8 +234,7 @@ def settled(experiment: Experiment, transport: InProcessTransport) -> tuple[Expe
     if road.path == "alone" != config.engine.path:
         cure = "" if "engine.path" in road.why else "; docs/isolation.md says which models can"
         experiment.notes.append(f"users train {road}{cure}")
-    engine = config.engine.model_copy(update={"path": road.path})
-    return replace(experiment, config=config.model_copy(update={"engine": engine})), road
+    return replace(experiment, config=config.changed(engine={"path": road.path})), road
 
 
 def refuse_if_few_count(experiment: Experiment, transport: InProcessTransport) -> None:
@@ -347,21 +332,18 @@ def build(
     population: str,
     users: int,
     held_out: HeldOut,
+    method: Method,
     spent: Sequence[RoundEvent] = (),
-    method: Method | None = None,
     few: Fields | None = None,
-    origin: str = "",
 ) -> Experiment:
     """Calibrate the noise if asked to, and check that all parts of a run fit together.
 
-    With a `method`, the configuration decides rounds, seed, engine, output and trackers only, but
-    for one without an `origin`, which was made of it.
+    Beside the method, the configuration decides rounds, seed, engine, output and trackers only.
     `population` and, if the configuration has none, `run` are the names in the ledger, and `users`
     are N. The task is tried on a few rows, by default held-out ones; without any, nodes alone check
     it, and there may be no metrics. A mechanism without noise is calibrated so that all rounds stay
     within its budget beside what was `spent`.
     """
-    method, origin = method or method_of(config), origin or repr(config.model)
     held_out = rows_for(method.task, held_out)
     _check_personal(method)
     device, mechanism = device_named(config.engine.device), method.mechanism.for_users(users)
@@ -374,7 +356,7 @@ def build(
     strategy = mechanism.noise.strategy(mechanism.sampling.of(users, mechanism.unit).event())
     mechanism = replace(mechanism, noise=given(strategy))
     mechanism = _calibrated(mechanism, config.rounds, users, spent)
-    plan = _plan(config, run, population, users, replace(method, mechanism=mechanism), origin)
+    plan = _plan(config, run, population, users, replace(method, mechanism=mechanism))
     _check_described(plan)
     try_out(plan.optimizer, method.task.parameters())
     check_can_be_released(method.task)
@@ -383,9 +365,8 @@ def build(
     if mechanism.rounds == plan.rounds:
         plan = plan.within(budget, spent)
     config = config.with_noise(plan.noise_multiplier, mechanism.noise)
-    norm = getattr(mechanism.clipping, "norm", None)
-    clipping = config.clipping.model_copy(update={"norm": norm})
-    config = config.model_copy(update={"run": plan.run, "clipping": clipping})
+    config = config.changed(clipping={"norm": getattr(mechanism.clipping, "norm", None)})
+    config = config.model_copy(update={"run": plan.run})
     return Experiment(
         config=config,
         held_out=rows,
@@ -448,10 +429,8 @@ def _measured_by(
     return personalised, held_out, loss
 
 
-def _plan(
-    config: Config, run: str, population: str, users: int, method: Method, origin: str
-) -> TrainingPlan:
-    """Return the plan of a run; `origin` describes everything else that decides its result."""
+def _plan(config: Config, run: str, population: str, users: int, method: Method) -> TrainingPlan:
+    """Return the plan of a run."""
     mechanism, layout = method.mechanism, Layout.of(method.task.parameters())
     kinds = [path_of(type(part)) for part in (method.local, mechanism.sampling)]
     grouping = mechanism.clipping.grouping(layout, mechanism.allocation)
@@ -469,7 +448,7 @@ def _plan(
         sampling=sampling,
         local=method.local,
         optimizer=method.server,
-        description=f"{origin} {kinds} seed={config.seed}",
+        description=f"{method.origin or _origin(method.task)} {kinds} seed={config.seed}",
         metrics=metrics,
         metrics_share=mechanism.metrics_share if metrics else 0.0,
         contributors_share=mechanism.contributors_share,
@@ -566,8 +545,9 @@ def method_of(config: Config, task: Task | None = None) -> Method:
     by, how = config.evaluation.by, None
     if (section := config.personalisation) is not None:
         how = Personalisation(section.local.build(), section.parameters, section.share)
+    origin = "" if task else repr(config.model)
     task = task or build_task(**config.model.task, metrics=metrics, figures=figures, by=by)
-    return Method(task, config.mechanism(), config.training(), config.server.build(), how)
+    return Method(task, config.mechanism(), config.training(), config.server.build(), how, origin)
 
 
 def _calibrated(
@@ -588,14 +568,9 @@ def _calibrated(
     )
 
 
-def _metric(
-    name: str,
-    numbers: Mapping[str, float | Sequence[float]],
-    task: Task,
-    statistics: RunningStatistics | None,
-) -> Metric:
-    if name == BATCH_NORM_METRIC and statistics is not None:
-        numbers = {"channels": sum(statistics.channels), **numbers}
+def _metric(name: str, numbers: Numbers, task: Task, moved: RunningStatistics | None) -> Metric:
+    if name == BATCH_NORM_METRIC and moved is not None:
+        numbers = {"channels": sum(moved.channels), **numbers}
     if name in task.metrics and ":" not in name:
         return replace(metric(f"task:{name}", **numbers), name=name)  # a function of the task
     return metric(name, **numbers)
@@ -628,12 +603,18 @@ def build_task(
     built = build_model(model, options, seed)
     if adapters:
         adapt = partial(with_adapters, built, seed=seed)
-        check_options("model.adapters", adapt, adapters, ModelError)
         built = call_imported("model.adapters", adapt, adapters, ModelError, raised_with)
     return Task(built, loss, metrics=own_metrics(metrics), **others)
 
 
-def settings_of(name: str, population: Population, method: Method, **others: object) -> Config:
+def settings_of(
+    name: str,
+    population: Population,
+    method: Method,
+    engine: Engine | None = None,
+    ledger: Path | str | None = None,
+    **others: object,
+) -> Config:
     """Return the configuration of values; `others` are rounds, seed and further sections.
 
     It has names of a model's layers and of functions, and digests of tensors, but no code.
@@ -670,12 +651,12 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
             "trained": task.trained,
             "frozen": task.frozen,
         },
+        "engine": asdict(engine or Engine()),
         "personalisation": how and {**vars(how), "local": local_table(how.local)},
         **tables_of(mechanism, method.local, method.server),
     }
-    for key, value in plain(others).items():
-        table[key] = table[key] | value if isinstance(table.get(key), dict) else value
-    return parse_config(plain(table), "settings")
+    table["privacy"]["ledger"] = ledger and str(ledger)
+    return parse_config(plain(table) | plain(others), "settings")
 
 
 def begun_in_python(config: Config) -> bool:

@@ -23,10 +23,12 @@ from fedpriv.experiment.mechanism import (
     CohortPolicy,
     Mechanism,
     NoisePolicy,
+    PoissonExamples,
     check_private,
     check_unit,
+    lacks_norm,
 )
-from fedpriv.ledger.events import SecureSum
+from fedpriv.ledger.events import SecureSum, Unit
 from fedpriv.privacy.gaussian_mechanism import Averaging
 from fedpriv.support.checks import plain_numbers
 from fedpriv.support.importing import Choice
@@ -36,8 +38,9 @@ from fedpriv.training.plan import AdaptiveClipping
 from fedpriv.training.request import LocalTraining
 
 _Model = TypeVar("_Model", bound=BaseModel)
-_PATHS = {"privacy": {"ledger"}, "federation": {"enrolment", "certificates", "held_out"}}
-_DATA_PATHS = {"train", "test"}  # options of populations that are built in
+_PATHS = {"privacy.ledger", "federation.enrolment", "federation.certificates"}
+_PATHS |= {"federation.held_out", "data.options.train", "data.options.test"}
+_PATHS |= {"tune.public.options.train", "tune.public.options.test"}
 
 
 def read_toml(path: Path) -> dict[str, object]:
@@ -89,25 +92,12 @@ def with_paths(table: Mapping[str, Any], move: Callable[[str], str]) -> dict[str
 
     Options of populations that are not built in stay unchanged.
     """
-    moved = {
-        section: {k: move(v) if k in keys and isinstance(v, str) else v for k, v in inner.items()}
-        for section, keys in _PATHS.items()
-        if isinstance(inner := table.get(section), Mapping)
-    }
-    if isinstance(table.get("data"), Mapping):
-        moved["data"] = _with_data_paths(table["data"], move)
-    if isinstance(tune := table.get("tune"), Mapping) and isinstance(tune.get("public"), Mapping):
-        moved["tune"] = {**tune, "public": _with_data_paths(tune["public"], move)}
-    return {**table, **moved}
-
-
-def _with_data_paths(data: Mapping[str, Any], move: Callable[[str], str]) -> dict[str, Any]:
-    """Apply `with_paths` to a table with the name of a population and its options."""
-    options = data.get("options")
-    if not isinstance(options, Mapping) or ":" in str(data.get("name")):
-        return dict(data)
-    moved = {k: move(v) for k, v in options.items() if k in _DATA_PATHS and isinstance(v, str)}
-    return {**data, "options": {**options, **moved}}
+    moved, values = deepcopy(dict(table)), flattened(table)
+    for key in _PATHS & values.keys():
+        population = values.get(f"{key.partition('.options.')[0]}.name")
+        if isinstance(path := values[key], str) and ":" not in str(population):
+            put(moved, key.split("."), move(path))
+    return moved
 
 
 def checked(model: type[_Model], table: Mapping[str, object], source: str) -> _Model:
@@ -184,15 +174,14 @@ PathText = Annotated[str, AfterValidator(_path)]
 
 # Defaults of an experiment; `simulations.defaults` is the study behind them. The defaults of
 # `Mechanism` are in fedpriv/experiment/mechanism.py.
-DEFAULT_LOCAL_LEARNING_RATE, DEFAULT_BATCH = 0.3, 32  # the batch if the section local is absent
+DEFAULT_LOCAL_LEARNING_RATE = 0.3
 DEFAULT_OPTIMIZER = "fedadam"  # its step size suits the norm of `Mechanism.for_users`
 
 _ALGORITHM = Choice("local.algorithm", ALGORITHMS, LocalTraining)
 _CORRELATION = Choice("noise.correlation", NOISE_POLICIES, NoisePolicy)
-_LOCAL_RATE = Choice("local.learning_rate.schedule", SCHEDULES, RateSchedule)
 _OPTIMIZER = Choice("server.optimizer", SERVER_OPTIMIZERS, ServerOptimizer)
 _POLICY = Choice("sampling.policy", SAMPLING_POLICIES, CohortPolicy)
-_SCHEDULE = Choice("server.options.learning_rate.schedule", SCHEDULES, RateSchedule)
+_SCHEDULE = Choice("learning_rate.schedule", SCHEDULES, RateSchedule)
 _STRATEGY = Choice("clipping.strategy", CLIPPINGS, ClippingPolicy)
 
 
@@ -307,11 +296,12 @@ class LocalSection(Section):
     def build(self) -> LocalTraining:
         """Return local training with these settings."""
         settings = self.model_dump(exclude={"algorithm", "options"}) | self.options
-        settings["learning_rate"] = _scheduled(_LOCAL_RATE, self.learning_rate)
+        settings["learning_rate"] = _scheduled(self.learning_rate)
         examples = None if self.batch_size == "all" else self.batch_size
         return _ALGORITHM.build(self.algorithm, settings | {"batch_size": examples}, {})
 
 
+DEFAULT_LOCAL = LocalSection.model_validate({"batch_size": 32})  # if the section is absent
 # `GRADIENT`, the only local training of examples and microbatches, as a file may spell it out.
 _GRADIENTS = (LocalSection(learning_rate=1.0, steps=1), LocalSection(learning_rate=1.0, epochs=1))
 
@@ -327,16 +317,16 @@ class ServerSection(Section):
 
     def build(self) -> ServerOptimizer:
         """Return the optimiser with these settings."""
-        options = {key: _scheduled(_SCHEDULE, value) for key, value in self.options.items()}
+        options = {key: _scheduled(value) for key, value in self.options.items()}
         return _OPTIMIZER.build(self.optimizer, options, {})
 
 
-def _scheduled(choice: Choice[RateSchedule], value: object) -> object:
+def _scheduled(value: object) -> object:
     """Return the schedule that a table describes, or any other value unchanged."""
     if not isinstance(value, Mapping):
         return value
     given = {key: number for key, number in value.items() if key != "schedule"}
-    return choice.build(str(value.get("schedule", "")), given, {})
+    return _SCHEDULE.build(str(value.get("schedule", "")), given, {})
 
 
 class SamplingSection(Section):
@@ -347,24 +337,14 @@ class SamplingSection(Section):
 
     def build(self, q: float | None) -> CohortPolicy:
         """Return the policy, with q if it has that field."""
-        if "probability" in self.options:
-            raise InvalidValueError(
-                f"sampling.options has probability {self.options['probability']!r}; it must be "
-                "given as privacy.sampling_probability"
-            )
         given = {} if q is None else {"probability": q}
         policy = _POLICY.build(self.policy, self.options, given)
-        if getattr(policy, "probability", None) != q:
+        if (own := getattr(policy, "probability", None)) != q:
             raise InvalidValueError(
-                f"privacy.sampling_probability is {q}; it must be absent for {self.policy!r}"
+                f"privacy.sampling_probability is {q}, and that of {self.policy!r} is {own}; only "
+                "this key may give it, and only to a policy that has one"
             )
         return policy
-
-
-def _has_probability(policy: object) -> bool:
-    """Return whether a policy of this name is built in and has the field `probability`."""
-    known = SAMPLING_POLICIES.get(str(policy))
-    return "probability" in getattr(known, "__dataclass_fields__", ())
 
 
 class PrivacySection(Section):
@@ -431,6 +411,11 @@ class ClippingSection(ClippedSection):
 
     groups: Annotated[tuple[GroupSection, ...], Field(strict=False)] = ()
     adaptive: AdaptiveSection | None = None
+
+    @property
+    def lacks_norm(self) -> bool:
+        """Whether it needs the default norm."""
+        return self.norm is None and not self.groups and self.strategy in CLIPPINGS
 
     @model_validator(mode="after")
     def _must_say_once(self) -> Self:
@@ -657,10 +642,18 @@ class Config(Section):
     tune: TuneSection | None = None  # for `fedpriv tune` alone
     federation: FederationSection | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _left_out(cls, table: object) -> object:
-        return with_defaults(table) if isinstance(table, Mapping) else table
+    @model_validator(mode="after")
+    def _left_out(self) -> Self:
+        # Defaults that depend on other sections. The default optimiser belongs to the default norm,
+        # which depends on the number of users; with a norm that is given it is `fedavg`.
+        changes, policy = dict[str, Any](), SAMPLING_POLICIES.get(self.sampling.policy)
+        draws_by_q = "probability" in getattr(policy, "__dataclass_fields__", ())
+        if draws_by_q and self.privacy.sampling_probability is None:
+            changes["privacy"] = {"sampling_probability": DEFAULT_PROBABILITY}
+        if self.clipping.lacks_norm and "optimizer" not in self.server.model_fields_set:
+            changes["server"] = {"optimizer": DEFAULT_OPTIMIZER}
+        default = DEFAULT_LOCAL if self.whole_users else None
+        return self.changed(**changes).model_copy(update={"local": self.local or default})
 
     @model_validator(mode="after")
     def _must_fit_the_unit(self) -> Self:
@@ -715,9 +708,13 @@ class Config(Section):
 
     def with_noise(self, noise_multiplier: float, noise: NoisePolicy | None = None) -> Self:
         """Return the configuration with calibrated noise, so that a resumed run uses the same."""
-        privacy = self.privacy.model_copy(update={"noise_multiplier": noise_multiplier})
-        section = self.noise if noise is None else self.noise.model_copy(update=_noise_table(noise))
-        return self.model_copy(update={"privacy": privacy, "noise": section})
+        z = {"noise_multiplier": noise_multiplier}
+        return self.changed(privacy=z, noise=_noise_table(noise) if noise else {})
+
+    def changed(self, **sections: Mapping[str, object]) -> Self:
+        """Return the configuration with other values of some keys, by section; none is checked."""
+        new = {name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()}
+        return self.model_copy(update=new)
 
     def training(self) -> LocalTraining:
         """Return how a record's data become its update."""
@@ -747,45 +744,15 @@ class Config(Section):
         )
 
 
-def with_defaults(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an experiment's table with defaults that depend on other keys.
-
-    These are local training, q and the optimiser. The default optimiser belongs to the default
-    norm, which depends on the number of users; with a norm that is given it is `fedavg`.
-    """
-    filled = dict(table)
-
-    def section(name: str) -> Mapping[str, Any] | None:
-        inner = table.get(name, {})
-        return inner if isinstance(inner, Mapping) else None  # validation will refuse it
-
-    privacy, clipping, server = section("privacy"), section("clipping"), section("server")
-    if privacy is not None and "privacy" in table:
-        sampling = section("sampling")
-        policy = "" if sampling is None else sampling.get("policy", "poisson")
-        if privacy.get("unit", "user") == "user" and policy != "poisson-examples":
-            filled.setdefault("local", {"batch_size": DEFAULT_BATCH})
-        if sampling is not None and _has_probability(policy):
-            filled["privacy"] = {"sampling_probability": DEFAULT_PROBABILITY, **privacy}
-    kind = "" if clipping is None else clipping.get("strategy", "flat")
-    without = clipping is not None and clipping.get("norm") is None and "groups" not in clipping
-    if server is not None and without and kind in CLIPPINGS:
-        filled["server"] = {"optimizer": DEFAULT_OPTIMIZER, **server}
-    return filled
-
-
 def method_left_out(
     mechanism: Mechanism, local: LocalTraining | None, server: ServerOptimizer | None
 ) -> tuple[LocalTraining, ServerOptimizer]:
     """Replace None by the local training and optimiser of a file that omits them."""
-    clipping = _clipping_table(mechanism.clipping)
-    sampling = {"policy": _POLICY.name_of(mechanism.sampling)}
-    table = with_defaults(
-        {"privacy": {"unit": str(mechanism.unit)}, "clipping": clipping, "sampling": sampling}
-    )
     if local is None:
-        local = LocalSection(**table["local"]).build() if "local" in table else GRADIENT
-    return local, server or ServerSection(**table.get("server", {})).build()
+        whole = mechanism.unit == Unit.USER and not isinstance(mechanism.sampling, PoissonExamples)
+        local = DEFAULT_LOCAL.build() if whole else GRADIENT
+    default = DEFAULT_OPTIMIZER if lacks_norm(mechanism.clipping) else "fedavg"
+    return local, server or ServerSection(optimizer=default).build()
 
 
 def tables_of(

@@ -4,7 +4,6 @@ Derive a class from `ClippingPolicy` to add a way to clip.
 """
 
 import math
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,13 +20,6 @@ Allocation = Literal["proportional", "dimension"] | Mapping[str, float]
 """How vector groups share the noise: by clipping norm, by dimension, or by given weights."""
 
 
-def is_positive(number: object) -> bool:
-    """Return whether a value is a finite number above 0; bool does not count."""
-    if not isinstance(number, int | float) or isinstance(number, bool):
-        return False
-    return 0.0 < number <= sys.float_info.max
-
-
 def _given(norm: float | None) -> float:
     if norm is None:
         raise InvalidValueError("the clipping norm is absent; Mechanism.for_users gives one")
@@ -37,11 +29,12 @@ def _given(norm: float | None) -> float:
 def check_choice(name: str, given: object, *words: str, each: str = "") -> None:
     """Raise unless a value is one of some words or, given `each`, positive numbers by name."""
     if isinstance(given, Mapping) and each:
-        valid = all(is_positive(number) for number in given.values())
-    else:
-        valid = isinstance(given, str) and given in words
+        for key, number in given.items():
+            check_range(f"{name} of {key!r}", number, "(0, inf)")
+        return
     of_each = f" or a positive number for each {each}" if each else ""
     known = " or ".join(map(repr, words))
+    valid = isinstance(given, str) and given in words
     require(valid, f"{name} is {given!r}; it must be {known}{of_each}")
 
 

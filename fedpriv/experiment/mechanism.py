@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import Literal, Self, TypeGuard
 
 from fedpriv.accounting.accountants import Bound, accountant_named
 from fedpriv.accounting.calibration import smallest_noise
@@ -52,7 +52,6 @@ from fedpriv.support.checks import (
     check_types,
     hold_numbers,
     hold_plain_numbers,
-    is_whole,
     named_value,
     plain_numbers,
 )
@@ -62,6 +61,8 @@ from fedpriv.training.plan import AdaptiveClipping
 # users: much in one round of a small cohort, but 1/√T of that in the mean over T rounds.
 CONTRIBUTORS_SHARE = 0.01
 DEFAULT_PROBABILITY, DEFAULT_ROUNDS = 0.3, 100  # `simulations.defaults` is the study behind them
+
+Numbers = Mapping[str, float | Sequence[float]]  # of a metric, by name
 
 
 class CohortPolicy(ABC):
@@ -107,20 +108,15 @@ class AsIf(CohortPolicy):
     cohort: int | None = None  # expected users of a round; None: q·N', but at most all
 
     def __post_init__(self) -> None:
-        larger = self.drawn.probability * self.population
-        if self.cohort is not None and not (is_whole(self.cohort) and self.cohort <= larger):
-            limit = f"a whole number from 1 to the cohort of as_if, {larger:g}"
-            raise InvalidValueError(f"cohort is {self.cohort!r}; it must be {limit}")
+        check_range("cohort", self.cohort, f"[1, {self.drawn.probability * self.population:g}]?")
 
     def of(self, users: int | None, unit: Unit) -> PoissonSampling:
         """Return Poisson sampling of N users, up to N', with the probability of the cohort."""
         enrolled, q = users or 1, self.drawn.probability
-        if enrolled > self.population:
-            limit = f"at least the number of {unit}s that are there, {enrolled}"
-            raise InvalidValueError(f"as_if is {self.population}; it must be {limit}")
-        if (self.cohort or 0) > enrolled:
-            limit = f"at most the number of {unit}s that are there, {enrolled}"
-            raise InvalidValueError(f"cohort is {self.cohort}; it must be {limit}")
+        if not (self.cohort or 0) <= enrolled <= self.population:
+            given = f"as_if is {self.population} and cohort is {self.cohort}"
+            limit = f"cohort ≤ {enrolled} ≤ as_if, as {enrolled} {unit}s are there"
+            raise InvalidValueError(f"{given}; it must be {limit}")
         drawn = min(1.0, (self.cohort or q * self.population) / enrolled)
         return PoissonSampling(enrolled, drawn, unit, Projection(self.population, q))
 
@@ -249,6 +245,9 @@ SAMPLING_POLICIES: Mapping[str, type[CohortPolicy]] = {
 class NoisePolicy(ABC):
     """A correlation of noise over the rounds of a series, for any standard deviation."""
 
+    def __post_init__(self) -> None:
+        hold_plain_numbers(self)
+
     @abstractmethod
     def strategy(self, sampling: SamplingEvent) -> Strategy:
         """Return the strategy for a sampling event. A round event refuses an unanalysed pair."""
@@ -276,9 +275,6 @@ class BandedNoise(NoisePolicy):
     momentum: float = 0.0  # of the server's steps; errors are computed for it
     coefficients: Sequence[float] = ()  # c_0 = 1, then multiples of 2^-20 that never increase
 
-    def __post_init__(self) -> None:
-        hold_plain_numbers(self)
-
     def strategy(self, sampling: SamplingEvent) -> BandedStrategy:
         """Return the best strategy, or the given one."""
         if coefficients := _numbers("coefficients", self.coefficients):
@@ -305,9 +301,6 @@ class BufferedNoise(NoisePolicy):
     momentum: float = 0.0  # of the server's steps; errors are computed for it
     decays: Sequence[float] = ()  # θ in [0, 1)
     weights: Sequence[float] = ()  # w in [0, 1], one for each decay
-
-    def __post_init__(self) -> None:
-        hold_plain_numbers(self)
 
     def strategy(self, sampling: SamplingEvent) -> BufferedStrategy:
         """Return the best strategy, or the given one."""
@@ -376,7 +369,7 @@ class Mechanism:
     allocation: Allocation = "proportional"
     adaptive: AdaptiveClipping | None = None  # None: clipping norms are fixed
     averaging: Averaging = Averaging()  # noqa: RUF009 - frozen, so sharing it is safe
-    metrics: Mapping[str, Mapping[str, float | Sequence[float]]] = field(default_factory=dict)
+    metrics: Mapping[str, Numbers] = field(default_factory=dict)
     metrics_share: float = 0.05  # of the round's privacy, for all metrics together
     # Of the round's privacy, to count the users of a cohort whose update counts; 0: no count.
     contributors_share: float = CONTRIBUTORS_SHARE
@@ -422,7 +415,7 @@ class Mechanism:
         allocation: Allocation = "proportional",
         adaptive: AdaptiveClipping | None = None,
         averaging: Averaging | None = None,
-        metrics: Mapping[str, Mapping[str, float | Sequence[float]]] | Iterable[str] = (),
+        metrics: Mapping[str, Numbers] | Iterable[str] = (),
         metrics_share: float = 0.05,
         contributors_share: float = CONTRIBUTORS_SHARE,
         accountant: str = "tight",
@@ -438,6 +431,7 @@ class Mechanism:
         guarantee still protects users: `PoissonExamples`. Metrics that need no numbers may be given
         as names. The other arguments are attributes of the class.
         """
+        options = locals()  # most are named as the fields of the class
         if isinstance(metrics, str):  # each of its letters would be a name
             raise InvalidValueError(f"metrics are {metrics!r}; they must be a list of names")
         check_types(metrics=(metrics, Iterable))
@@ -448,19 +442,10 @@ class Mechanism:
             raise InvalidValueError(
                 f"total_examples is {total_examples}; without examples_per_user it must be absent"
             )
-        return cls(
-            policy,
-            clipping,
-            allocation=allocation,
-            adaptive=adaptive,
-            averaging=Averaging() if averaging is None else averaging,
-            metrics=metrics if isinstance(metrics, Mapping) else {name: {} for name in metrics},
-            metrics_share=metrics_share,
-            contributors_share=contributors_share,
-            accountant=accountant,
-            unit=Unit(check_unit(unit, microbatch)),
-            microbatch=microbatch,
-        )
+        given = {name: options[name] for name in cls.__dataclass_fields__ if name in options}
+        given["averaging"] = Averaging() if averaging is None else averaging
+        given["metrics"] = metrics if isinstance(metrics, Mapping) else {n: {} for n in metrics}
+        return cls(policy, **given)
 
     def for_users(self, users: int) -> Self:
         """Return the mechanism for N users, with the default clipping norm if it has none.
@@ -469,7 +454,7 @@ class Mechanism:
         the less noise, and the less the bias of clipping pays (docs/choosing-settings.md).
         """
         clipping = self.clipping
-        if not isinstance(clipping, Flat | PerLayer | Joint) or clipping.norm is not None:
+        if not lacks_norm(clipping):
             return self
         drawn = self.sampling.of(users, self.unit).event()
         cohort = drawn.growth * drawn.expected_cohort_size  # that of a projection
@@ -533,6 +518,11 @@ class Mechanism:
         if isinstance(self.sampling, AsIf):
             return PrivacyBudget(limit, delta, lambda events, delta: price(_as_if(events), delta))
         return PrivacyBudget(limit, delta, price)
+
+
+def lacks_norm(clipping: ClippingPolicy) -> TypeGuard[Flat | PerLayer | Joint]:
+    """Return whether a policy needs the default norm."""
+    return isinstance(clipping, Flat | PerLayer | Joint) and clipping.norm is None
 
 
 def _as_if(events: Iterable[RoundEvent]) -> list[RoundEvent]:

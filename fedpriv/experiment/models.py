@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from fedpriv.engine.arithmetic import generators_apart
-from fedpriv.errors import ModelError, known_names
-from fedpriv.support.checks import check_seed, check_types, plain_numbers
-from fedpriv.support.importing import call_imported, check_options, import_function, raised_with
+from fedpriv.errors import ModelError
+from fedpriv.support.importing import call_imported, import_function, raised_with
 
 
 def softmax_regression(inputs: int = 64, classes: int = 10) -> nn.Module:
@@ -58,15 +57,8 @@ def build_model(name: str, options: Mapping[str, object], seed: int) -> nn.Modul
     `options` are the function's arguments. Initial parameters are public, and depend only on the
     seed. ModelError: the name or an option is unknown, or the function fails or returns no module.
     """
-    check_types(name=(name, str), options=(options, Mapping))
-    if name not in MODELS and ":" not in name:
-        raise ModelError(
-            f"unknown model {name!r}; {known_names(name, MODELS)}, or package.module:function"
-        )
-    what, seed = f"model {name!r}", plain_numbers(seed)
-    check_seed(seed)
-    build = MODELS.get(name) or import_function(what, name, ModelError)
-    check_options(what, build, options, ModelError)
+    what = f"model {name!r}"
+    build = import_function(what, name, ModelError, MODELS)
     with generators_apart(seed):
         model = call_imported(what, build, options, ModelError, raised_with)
     if not isinstance(model, nn.Module):

@@ -295,12 +295,9 @@ def _mlflow_experiment(client: "mlflow.MlflowClient") -> str:
     from mlflow.exceptions import MlflowException  # noqa: PLC0415
 
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
-    found = client.get_experiment_by_name(name)
-    if found is None:
-        try:
-            return str(client.create_experiment(name))
-        except MlflowException:  # another run of a study created it in the meantime
-            found = client.get_experiment_by_name(name)
-            if found is None:
-                raise
-    return str(found.experiment_id)
+    try:
+        return str(client.create_experiment(name))
+    except MlflowException:
+        if found := client.get_experiment_by_name(name):
+            return str(found.experiment_id)
+        raise

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fedpriv.errors import InvalidValueError, WorkerError
 from fedpriv.support.importing import check_installed
@@ -63,10 +63,8 @@ def simulate_on_ray(
     assignments: list[str],
     out: Path | None,
     workers: int,
-    *,
-    resume: bool,
-    keep_going: bool = False,
     follow: "Follow | None" = None,
+    **how: Any,
 ) -> "Run":
     """Run a simulation like `fedpriv.run.simulate.run_simulation`, on workers of Ray.
 
@@ -86,7 +84,7 @@ def simulate_on_ray(
     from fedpriv.report.tables import screen
     from fedpriv.run.run import RunSetup
 
-    setup = RunSetup.at(load_config(file, assignments), out, resume=resume, keep_going=keep_going)
+    setup = RunSetup.at(load_config(file, assignments), out, **how)
     simulation = GridSimulation.of(setup, workers)
     server_app, stopping, runs = ServerApp(), threading.Event(), list["Run"]()
 

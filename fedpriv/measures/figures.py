@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.support.checks import check_range, is_whole, plain_numbers, require
-from fedpriv.support.importing import call_imported, check_options, import_function, raised_with
+from fedpriv.support.importing import call_imported, import_function, raised_with
 
 FigureFunction = Callable[
     [Tensor, Tensor], float | Tensor | Mapping[str | tuple[int, ...], float | Tensor]
@@ -89,9 +89,7 @@ def figure_of(name: str, what: object) -> Figure:
     if not isinstance(kind, str):
         raise InvalidValueError(f"{called} is {dict(what)!r}; its key figure must be a name")
     if kind in FIGURES:
-        make = FIGURES[kind]
-        check_options(called, make, options, InvalidValueError)
-        return call_imported(called, make, options, InvalidValueError, raised_with)
+        return call_imported(called, FIGURES[kind], options, InvalidValueError, raised_with)
     if ":" not in kind:
         hint = f"{known_names(kind, FIGURES)}, or package.module:function"
         raise InvalidValueError(f"{called} is {kind!r}, which is unknown; {hint}")

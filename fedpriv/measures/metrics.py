@@ -45,7 +45,7 @@ def metric(name: str, **numbers: float | Sequence[float]) -> Metric:
     """
     numbers = plain_numbers(numbers)
     make = partial(_own_metric if _is_own(name) else _factory(name), name)
-    check_options(f"metric {name!r}", make, numbers, InvalidValueError, noun="number")
+    check_options(f"metric {name!r}", make, numbers, InvalidValueError)
     for number, value in numbers.items():
         _check_number(name, number, value)
     return make(**numbers)

@@ -26,7 +26,7 @@ from markupsafe import Markup
 from fedpriv import __version__
 from fedpriv.errors import InvalidValueError
 from fedpriv.report.tables import Table
-from fedpriv.support.disk import write_atomically, writing
+from fedpriv.support.disk import write_atomically
 
 # Distinguishable with colour vision deficiency, on white and on black; marker shapes and dashes
 # distinguish lines without colour, as in print.
@@ -164,9 +164,8 @@ def save(chart: Chart, folder: Path, formats: Iterable[str] = ("png", "svg")) ->
 
 def save_all(charts: Iterable[Chart], folder: Path) -> list[Path]:
     """Write charts as PNG and SVG into a folder, which is created, and return the files."""
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        return [file for chart in charts for file in save(chart, folder)]
+    folder.mkdir(parents=True, exist_ok=True)
+    return [file for chart in charts for file in save(chart, folder)]
 
 
 def embedded(chart: Chart) -> dict[str, Any]:
@@ -375,10 +374,9 @@ def render(page: Page) -> str:
 
 def write_page(text: str, path: Path) -> None:
     """Write a page atomically; InvalidValueError if it would replace a file that is not HTML."""
-    with writing(path):
-        if path.exists() and not _begins_as_page(path):
-            raise InvalidValueError(f"{path} exists already and is no HTML; it is not overwritten")
-        write_atomically(path, text.encode())
+    if path.exists() and not _begins_as_page(path):
+        raise InvalidValueError(f"{path} exists already and is no HTML; it is not overwritten")
+    write_atomically(path, text.encode())
 
 
 def _begins_as_page(path: Path) -> bool:

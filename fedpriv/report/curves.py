@@ -1,7 +1,6 @@
 """Charts of any runs together: accuracy against ε, the number of users, and time."""
 
 import itertools
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from fedpriv.report.guarantee import (
     with_warnings,
 )
 from fedpriv.report.records import RunRecord
-from fedpriv.report.study_page import line_of, measure_chart, over_seeds
+from fedpriv.report.study_page import line_by_round, line_of, measure_chart, over_seeds, spent
 from fedpriv.studies.results import ACCURACY, LOSS, Interval, Measure
 
 _OF_ONE_RUN = ("run", "output", "engine")  # sections without influence on what a run is worth
@@ -63,12 +62,8 @@ def curves(records: Sequence[RunRecord]) -> list[Chart]:
 
 
 def _charts(alike: Sequence[_Alike], measure: Measure) -> Iterator[Chart]:
-    first, names = alike[0].records[0], _names(alike)
-    series = []
-    for name, group in zip(names, alike, strict=True):
-        numbers, intervals = over_seeds(group.records, measure)
-        spent = {result.round: result.epsilon for result in group.records[0].rounds}
-        series.append(line_of(name, [spent[number] for number in numbers], intervals))
+    first, runs = alike[0].records[0], [*zip(_names(alike), alike, strict=True)]
+    series = [line_by_round(name, each.records, measure, spent) for name, each in runs]
     words = {"unit": unit_of(first.ledger), "delta": first.delta}
     yield measure_chart("runs-epsilon", measure, series, "by-epsilon", None, None, **words)
 
@@ -84,20 +79,13 @@ def _charts(alike: Sequence[_Alike], measure: Measure) -> Iterator[Chart]:
 
     rounds = [result for group in alike for run in group.records for result in run.rounds]
     if all(result.simulation_only_seconds is not None for result in rounds):
-        series = []
-        for name, group in zip(names, alike, strict=True):
-            numbers, intervals = over_seeds(group.records, measure)
-            taken = [_seconds(record) for record in group.records]
-            x = [sum(run[number] for run in taken) / len(taken) for number in numbers]
-            series.append(line_of(name, x, intervals))
+        series = [line_by_round(name, each.records, measure, _time) for name, each in runs]
         yield measure_chart("runs-seconds", measure, series, "by-seconds")
 
 
-def _seconds(record: RunRecord) -> dict[int, float]:
+def _time(record: RunRecord) -> Iterator[float]:
     """Return the seconds from the start of a run to the end of each round."""
-    taken = (result.simulation_only_seconds or 0.0 for result in record.rounds)
-    numbers = (result.round for result in record.rounds)
-    return dict(zip(numbers, itertools.accumulate(taken), strict=True))
+    return itertools.accumulate(result.simulation_only_seconds or 0.0 for result in record.rounds)
 
 
 def _measure(records: Sequence[RunRecord]) -> Measure:
@@ -108,18 +96,11 @@ def _measure(records: Sequence[RunRecord]) -> Measure:
 def _grouped(records: Sequence[RunRecord]) -> list[_Alike]:
     groups: dict[str, tuple[dict[str, object], list[RunRecord]]] = {}
     for record in records:
-        plan = tomllib.loads(record.plan)
-        settings = dict(_flat({k: v for k, v in plan.items() if k not in _OF_ONE_RUN}))
+        values = {key: value for key, value in record.settings.items() if value != {}}
+        keys = [key for key in values if key.split(".")[0] not in _OF_ONE_RUN]
+        settings = {key: values[key] for key in keys if key.split(".")[-1] != "seed"}
         groups.setdefault(repr(sorted(settings.items())), (settings, []))[1].append(record)
     return [_Alike(settings, runs) for settings, runs in groups.values()]
-
-
-def _flat(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        elif key != "seed":
-            yield prefix + key, value
 
 
 def _names(alike: Sequence[_Alike], without: Sequence[str] = ()) -> list[str]:

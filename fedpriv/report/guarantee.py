@@ -24,7 +24,6 @@ from fedpriv.report.charts import Chart, PageSection, Series, declared, save_all
 from fedpriv.report.records import RunRecord
 from fedpriv.report.tables import Column, Table, plural, protected
 from fedpriv.support.checks import epsilon_down, epsilon_up, percent_up, text_up
-from fedpriv.support.disk import writing
 
 _PUBLIC_POLICIES = {SamplingPolicy.EVERY_USER, SamplingPolicy.SEPARATED}  # cohorts are public
 _LARGE = 20.0  # from here on, e^ε is written as a power of ten
@@ -195,7 +194,7 @@ def write_trade_off(ledger: LedgerContent, folder: Path) -> list[Path]:
     chart = with_warnings(_trade_off_chart(off, unit_of(ledger)), about_releases(ledger))
     chart = replace(chart, name=table.stem, title=f"{ledger.population}: {chart.title}")
     files = save_all([chart], folder)
-    with writing(table), table.open("w", newline="", encoding="utf-8") as stream:
+    with table.open("w", newline="", encoding="utf-8") as stream:
         names = ("type_one", "type_two", "type_two_gaussian", "type_two_perfect")
         csv.writer(stream).writerows([names, *_trade_off_rows(off)])
     return [*files, table]

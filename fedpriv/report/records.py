@@ -79,6 +79,7 @@ class RunRecord:
     name: str  # in its ledger
     folder: Path
     plan: str  # text of its resolved plan
+    settings: Mapping[str, object]  # its values under keys "a.b"
     rounds_planned: int
     delta: float
     budget: float | None  # ε

@@ -67,7 +67,7 @@ def page_of_run(record: RunRecord) -> Page:
 def write_run_charts(record: RunRecord, folder: Path) -> list[Path]:
     """Write accuracy, loss, ε and private metrics by round as PNG and SVG; return the files.
 
-    DataError if no round was released; InvalidValueError if the folder cannot be written.
+    DataError if no round was released.
     """
     charts = [
         *round_charts(record.rounds, _sampled_unit(record)),

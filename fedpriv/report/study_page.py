@@ -1,9 +1,10 @@
 """Results of a study: its page, and charts and tables for the terminal, for files and as JSON."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 
@@ -156,7 +157,7 @@ def _within_percentages(series: Series) -> Series:
 def write_study_charts(read: ReadStudy, folder: Path) -> list[Path]:
     """Write front or arms, differences and along-… as PNG and SVG, and return the files.
 
-    DataError if no run is finished; InvalidValueError if the folder cannot be written.
+    DataError if no run is finished.
     """
     if not read.arms:
         raise DataError(f"no run of the study in {read.folder} is finished; run it first")
@@ -449,21 +450,35 @@ def _summary(
 
 def _by_round_chart(arms: Sequence[_Arm], target: Target, name: str) -> Chart:
     measure = measure_of([arm.summary for arm in arms])
-    series = [line_of(arm.summary.arm, *over_seeds(arm.records, measure)) for arm in arms]
+    series = [line_by_round(arm.summary.arm, arm.records, measure) for arm in arms]
     return measure_chart("study-rounds", measure, series, name, epsilon=target.epsilon)
 
 
 def _spent_chart(study: Study, arms: Sequence[_Arm], target: Target) -> Chart:
     measure = measure_of([arm.summary for arm in arms])
-    series = []
-    for arm in arms:
-        rounds, intervals = over_seeds(arm.records, measure)
-        epsilons = {result.round: result.epsilon for result in arm.records[0].rounds}
-        x = [epsilons[number] for number in rounds]
-        series.append(line_of(arm.summary.arm, x, intervals))
+    series = [line_by_round(arm.summary.arm, arm.records, measure, spent) for arm in arms]
     return measure_chart(
         "study-spent", measure, series, "front", unit=study.level, delta=target.delta
     )
+
+
+def spent(record: RunRecord) -> list[float]:
+    """Return the ε of each round."""
+    return [result.epsilon for result in record.rounds]
+
+
+def line_by_round(
+    name: str,
+    runs: Sequence[RunRecord],
+    measure: Measure,
+    x: Callable[[RunRecord], Iterable[float]] | None = None,
+) -> Series:
+    """Return a line of means over runs by round, or by the means of numbers `x` of their rounds."""
+    rounds, intervals = over_seeds(runs, measure)
+    if x is None:
+        return line_of(name, rounds, intervals)
+    places = [dict(zip((r.round for r in run.rounds), x(run), strict=True)) for run in runs]
+    return line_of(name, [fmean(of[number] for of in places) for number in rounds], intervals)
 
 
 def over_seeds(records: Sequence[RunRecord], measure: Measure) -> tuple[list[int], list[Interval]]:

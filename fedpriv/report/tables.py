@@ -107,18 +107,13 @@ def _whole_words(table: Table, room: int) -> list[int]:
 
 
 def _print_rows(table: Table, title: Text, console: Console) -> None:
-    """Print each row as a list of its cells, next to their headings."""
+    """Print each row as a list of its cells, behind their headings."""
     console.print(title)
     names = [" ".join(column.name.split()) for column in table.columns]
+    width = max(map(len, names))
     for row in table.rows:
-        pairs = Table("", [Column("", "text")] * 2, [*zip(names, row, strict=True)])
-        cells = rich.table.Table.grid(padding=(0, 2))
-        widths: Sequence[int | None] = _whole_words(pairs, console.width - 2) or (None, None)
-        for width in widths:
-            cells.add_column(width=width, overflow="fold")
-        for pair in pairs.rows:
-            cells.add_row(*map(Text, pair))
-        console.print("", cells, sep="\n")
+        cells = (Text(f"{name:{width}}  {cell}") for name, cell in zip(names, row, strict=True))
+        console.print("", *cells, sep="\n")
 
 
 def plural(unit: str) -> str:

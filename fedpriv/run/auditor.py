@@ -7,7 +7,7 @@ canaries from users, so only the owner of the file can read it.
 
 import base64
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -22,7 +22,6 @@ from pydantic_core import to_json
 
 from fedpriv.audit.canaries import (
     Canaries,
-    Directions,
     Measurement,
     Past,
     Positions,
@@ -33,7 +32,7 @@ from fedpriv.audit.verdict import AuditResult, GuessCounts, conclude
 from fedpriv.errors import DataError
 from fedpriv.experiment.build import Experiment
 from fedpriv.ledger.events import RoundEvent, SamplingPolicy
-from fedpriv.privacy.clipping_torch import BatchedTensor, integer_sum
+from fedpriv.privacy.clipping_torch import integer_sum
 from fedpriv.privacy.gaussian_mechanism import INDEPENDENT, GaussianMechanism
 from fedpriv.privacy.layout import FloatVector
 from fedpriv.privacy.round import PartialSum, Release
@@ -44,6 +43,7 @@ from fedpriv.training.request import RoundRequest, Transport
 LONGER = 10.0  # length of a canary's update in clipping norms
 _NODE = "/canaries"  # names of nodes have no slash, so no node has this name
 _FORMAT = "fedpriv audit 1"
+_NUMBERS = 2**20  # of updates of canaries that are in memory at a time, unless one has more
 _log = logging.getLogger(__name__)
 
 
@@ -56,7 +56,7 @@ class Auditor:
     canaries: Canaries
     counts: GuessCounts  # fixed before the first release
     _past: Past = field(default_factory=Past)
-    _drawn: tuple[int, ...] = ()  # canaries of the present round, where cohorts are public
+    _drawn: Sequence[int] = ()  # canaries of the present round
 
     @classmethod
     def of(cls, folder: RunFolder, experiment: Experiment) -> Self | None:
@@ -104,16 +104,11 @@ class Auditor:
         places = event.examples_per_user or 1
 
         def on_drawn(canaries: Positions) -> None:
-            self._drawn = tuple(canaries.tolist()) if self._in_turns else ()
+            self._drawn = canaries.tolist()
 
         return CanaryTransport(
             transport, self.canaries, event.population * places, places, on_drawn
         )
-
-    @property
-    def _in_turns(self) -> bool:
-        policy = self.experiment.plan.sampling.event().policy
-        return policy is SamplingPolicy.SEPARATED
 
     def observe(self, mechanism: GaussianMechanism, number: int, release: Release) -> None:
         """Measure the release of a round, and keep the measurement."""
@@ -121,7 +116,8 @@ class Auditor:
         measured, self._past = measure(self.canaries, mechanism, release.average, at, self._past)
         row: dict[str, object] = asdict(measured)
         row |= {name: _packed(row[name]) for name in ("scores", "probe")}
-        row["drawn"] = list(self._drawn) if self._in_turns else None
+        public = self.experiment.plan.sampling.event().policy is SamplingPolicy.SEPARATED
+        row["drawn"] = self._drawn if public else None
         with_room(partial(self.folder.append_measurement, row))
 
     def conclude(self, charged: Iterable[RoundEvent]) -> AuditResult:
@@ -201,49 +197,24 @@ def canary_sum(canaries: Canaries, request: RoundRequest, drawn: Positions) -> P
     A canary is a user of full weight who sends nothing but its update, so metrics and counts of
     users do not change.
     """
-    clipping = request.clipping
-    senders = drawn[canaries.included[drawn]]
-    signs = canaries.signs(request.round, request.attempt)[senders]
-    updates: dict[str, BatchedTensor] = {
-        name: torch.zeros(()).expand(len(senders), *shape)
-        for name, shape in zip(clipping.layout.names, clipping.layout.shapes, strict=True)
-    }
-    for group in audited_groups(clipping):
-        dimension, start = group.dimension(clipping.layout), 0
-        directions = canaries.directions(group, dimension, request.round, request.attempt)
-        for tensor, scale in zip(group.tensors, group.scales, strict=True):
-            size = clipping.layout.sizes[tensor]
-            length = LONGER * group.clipping_norm * scale
-            span, shape = slice(start, start + size), updates[tensor].shape
-            updates[tensor] = _Moves(directions, senders, signs * length, span, shape)
-            start += size
-    weights = np.full(len(senders), clipping.weight_cap)
-    if not len(senders):
-        return PartialSum(_NODE, 0, np.zeros(clipping.layout.dimension, np.int64), 0)
-    total = integer_sum(updates, clipping, weights).numpy()
+    clipping, at = request.clipping, (request.round, request.attempt)
+    layout, total = clipping.layout, np.zeros(clipping.layout.dimension, np.int64)
+    shapes = dict(zip(layout.names, layout.shapes, strict=True))
+    groups = {g: canaries.directions(g, g.dimension(layout), *at) for g in audited_groups(clipping)}
+    senders, at_once = drawn[canaries.included[drawn]], max(1, _NUMBERS // layout.dimension)
+    for first in range(0, len(senders), at_once):
+        some = senders[first : first + at_once]
+        signs = canaries.signs(*at)[some, np.newaxis]
+        updates = {n: torch.zeros(()).expand(len(some), *shape) for n, shape in shapes.items()}
+        for group, directions in groups.items():
+            moves, start = directions.rows(some), 0
+            for tensor, scale in zip(group.tensors, group.scales, strict=True):
+                size, length = layout.sizes[tensor], LONGER * group.clipping_norm * scale
+                move = moves[:, start : start + size] * (signs * length).astype(np.float32)
+                updates[tensor] = torch.from_numpy(move).view(len(some), *shapes[tensor])
+                start += size
+        weights = np.full(len(some), clipping.weight_cap)
+        total += integer_sum(updates, clipping, weights).numpy()
     if clipping.indicator is not None:
-        total[clipping.layout.slices[clipping.indicator.tensor]] = 0
-    return PartialSum(_NODE, len(senders), total, int(weights.sum()))
-
-
-@dataclass(frozen=True)
-class _Moves:
-    """A tensor of the updates of some canaries, computed when it is indexed."""
-
-    directions: Directions
-    canaries: Positions
-    lengths: FloatVector  # signed lengths of the whole vectors of the group
-    span: slice  # the tensor's part of these vectors
-    shape: torch.Size  # [c, …]
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def __len__(self) -> int:
-        return len(self.canaries)
-
-    def __getitem__(self, part: slice, /) -> torch.Tensor:
-        moves = self.directions.rows(self.canaries[part], self.span)
-        moves *= self.lengths[part, np.newaxis].astype(np.float32)
-        return torch.from_numpy(moves).view(len(moves), *self.shape[1:])
+        total[layout.slices[clipping.indicator.tensor]] = 0
+    return PartialSum(_NODE, len(senders), total, len(senders) * clipping.weight_cap)

@@ -7,7 +7,6 @@ from pathlib import Path
 from fedpriv.errors import LedgerError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import SERIES_KEYS, Head, ParticipationRecord, record_path
-from fedpriv.support.disk import writing
 
 
 @contextmanager
@@ -31,8 +30,7 @@ def back_up(ledger: Path, to: Path) -> Head:
     for path in (to, record_path(to)):
         if path.exists():
             raise LedgerError(f"{path} exists already; it is not overwritten")
-    with writing(to.parent):
-        to.parent.mkdir(parents=True, exist_ok=True)
+    to.parent.mkdir(parents=True, exist_ok=True)
     with _intact(ledger) as (opened, record), ExitStack() as stack:
         if record is not None:
             # Meanwhile no cohort is recorded; a cohort that is recorded may still be charged.

@@ -11,10 +11,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -36,6 +36,7 @@ from fedpriv.experiment.build import (
 from fedpriv.experiment.config import DataSection, method_left_out
 from fedpriv.experiment.mechanism import Mechanism
 from fedpriv.experiment.trackers import Tracker, named
+from fedpriv.report.records import RunEnd
 from fedpriv.report.study_page import print_study, results_json
 from fedpriv.report.tables import screen
 from fedpriv.run.folder import RunFolder, data_frame, held, write_charts, write_report
@@ -56,7 +57,7 @@ from fedpriv.studies.results import (
 )
 from fedpriv.studies.study import load_study, study_of_settings, study_toml
 from fedpriv.support.checks import check_types, checked_arguments, plain_numbers
-from fedpriv.support.disk import write_atomically, writing
+from fedpriv.support.disk import write_atomically
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.request import LocalTraining
 from fedpriv.training.rounds import OnRound
@@ -172,7 +173,7 @@ def compare(
     seeds = plain_numbers(seeds)
     check_types(seeds=(seeds, int | Iterable))
     numbers = tuple(range(seeds)) if isinstance(seeds, int) else plain_numbers(tuple(seeds))
-    sections = {"output": {"evaluate_every": evaluate_every}, "engine": asdict(engine or Engine())}
+    sections = {"output": {"evaluate_every": evaluate_every}, "engine": engine}
     study = study_of_settings(
         methods.tables(next(iter(numbers), 0), **sections),
         name=name,
@@ -236,7 +237,7 @@ class _Methods:
         chosen["local"], _ = method_left_out(chosen["mechanism"], chosen["local"], chosen["server"])
         return Method(**chosen, personalisation=self.personalisation)
 
-    def tables(self, seed: int, **sections: object) -> dict[str, dict[str, Any]]:
+    def tables(self, seed: int, **sections: Any) -> dict[str, dict[str, Any]]:
         """Return the settings of each arm, for the file of a study."""
         tables, first = dict[str, dict[str, Any]](), dict[str, str]()
         for arm, changes in self.arms.items():
@@ -275,8 +276,7 @@ def _complete(
         raise InvalidValueError(sentence)
     finished = finished_runs(study, folder)
     runs = start([cell for cell in study.cells if cell not in finished])
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with held(folder, f"{folder} holds a study"):
         if finished_runs(study, folder).keys() != finished.keys():
             raise InvalidValueError(
@@ -360,15 +360,13 @@ def _check_comparable(arms: Mapping[str, Experiment], console: Console | None) -
     for name, arm in arms.items():
         with _naming_arm(name):
             check_measured(arm)
-    (first, relation), *others = (
-        (name, arm.plan.sampling.event().relation) for name, arm in arms.items()
-    )
-    for name, other in others:
-        if other is not relation:
-            raise InvalidValueError(
-                f"arms {first!r} and {name!r} are for {relation} and {other} neighbours; an ε of "
-                "one is no ε of the other, so that all arms must be for the same"
-            )
+    relations = {arm.plan.sampling.event().relation: name for name, arm in arms.items()}
+    if len(relations) > 1:
+        (relation, first), (other, name), *_ = relations.items()
+        raise InvalidValueError(
+            f"arms {first!r} and {name!r} are for {relation} and {other} neighbours; an ε of one "
+            "is no ε of the other, so that all arms must be for the same"
+        )
     if console:
         for note in of_settings(max(arms.values(), key=lambda arm: arm.plan.sampling.population)):
             console.print(f"warning: {note}", style="yellow")
@@ -402,7 +400,7 @@ def _run_prepared(
         names = (run.path.with_name(f"{run.path.name}.cut-{n}") for n in itertools.count(1))
         run.path.rename(next(name for name in names if not name.exists()))
     changes = {"checkpoint_every": config.rounds, "simulation_only": True}
-    config = config.model_copy(update={"output": config.output.model_copy(update=changes)})
+    config = config.changed(output=changes)
     setup = RunSetup(config, experiment.plan.run, run, run.ledger, resuming=False)
     prepared = in_process(setup, replace(experiment, config=config), transport, console)
     outcome = execute(setup, *prepared, console)
@@ -417,27 +415,22 @@ def _result(
     plan, rounds, collected = experiment.plan, run.results(), run.collected()
     queries = plan.mechanism.query.events[: len(plan.groups)]
     seconds = statistics.median(row.simulation_only_seconds or math.inf for row in rounds)
+    same = {field.name for field in fields(RunResult)} & {field.name for field in fields(RunEnd)}
+    found: dict[str, Any] = {name: getattr(outcome, name) for name in same}
     figures = [f"simulation_only_{n}" for n in ("clipped", "update_norms", "signal_to_noise")]
+    found |= {name: means([getattr(row, name) for row in collected]) for name in figures}
     return RunResult(
         arm=cell.arm.name,
         target_epsilon=cell.target.epsilon,
-        delta=cell.target.delta,
         seed=cell.seed,
         settings=digest,
-        stop=str(outcome.stop),
         rounds=len(rounds),
         noise_multiplier=plan.noise_multiplier,
-        epsilon=outcome.epsilon,
-        as_if=outcome.as_if,
-        accuracy=outcome.accuracy,
-        loss=cast(float, outcome.loss),  # of held-out rows, which all arms are measured on
         evaluations=tuple((row.round, row.accuracy) for row in rounds if row.accuracy is not None),
-        figures=outcome.figures,
-        held_out_users=outcome.held_out_users,
         clipping_norms=rounds[-1].clipping_norms,
         noise_stddevs={query.group: query.noise_stddev for query in queries},
         simulation_only_users_per_second=plan.sampling.expected_cohort_size / seconds,
-        **{name: means([getattr(row, name) for row in collected]) for name in figures},
+        **found,
     )
 
 

@@ -21,7 +21,7 @@ from fedpriv.experiment.config import Config, load_config
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import held_out_rows
 from fedpriv.support.checks import checked_arguments
-from fedpriv.support.disk import write_new, writing
+from fedpriv.support.disk import write_new
 from fedpriv.support.logs import one_line, silenced
 
 Format = Literal["torch", "onnx", "hf"]
@@ -118,8 +118,7 @@ def export_model(source: Path, to: Format, out: Path | None = None) -> Path:
             f"the model is a {type(model).__name__} without the method save_pretrained that models "
             "of transformers have; --to torch writes its state_dict"
         )
-    with writing(out):
-        save(out)
+    save(out)
     return out
 
 
@@ -169,8 +168,7 @@ def _write_onnx(model: nn.Module, rows: dict[str, Tensor], out: Path) -> None:
         reason = f"{type(error).__name__}: {one_line(str(error))}"
         raise ModelError(f"torch.onnx cannot export the model: {reason}") from error
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
-    with writing(out):
-        program.save(out, external_data=size > _MOST_IN_ONNX)
+    program.save(out, external_data=size > _MOST_IN_ONNX)
 
 
 def model_file(source: Path) -> Path:

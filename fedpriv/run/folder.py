@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
@@ -19,7 +19,7 @@ from fedpriv.accounting.pricing import LedgerContent
 from fedpriv.accounting.risks import risks_of
 from fedpriv.audit.verdict import AuditResult
 from fedpriv.errors import DataError, InvalidValueError, LedgerError
-from fedpriv.experiment.config import Config, load_config
+from fedpriv.experiment.config import Config, flattened, load_config
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord, record_path
 from fedpriv.report.records import RunEnd, RunRecord, SimulationOnlyRound, SiteTable, Verification
@@ -27,13 +27,15 @@ from fedpriv.report.tables import json_text
 from fedpriv.studies import read_study
 from fedpriv.studies.results import STUDY, holds_results_alone
 from fedpriv.support.checks import require
-from fedpriv.support.disk import naming, sync, write_atomically, writing
+from fedpriv.support.disk import naming, sync, write_atomically
 from fedpriv.support.importing import check_installed
 from fedpriv.support.logs import SIMULATION_ONLY
 from fedpriv.training.rounds import RoundResult
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from fedpriv.run.run import Run
 
 _Row = TypeVar("_Row")
 
@@ -75,9 +77,7 @@ class RunFolder:
 
     def refuse_run(self) -> None:
         """Refuse a folder that holds a run already."""
-        with writing(self.path):
-            taken = self.plan.exists()
-        if taken:
+        if self.plan.exists():
             raise InvalidValueError(
                 f"{self.path} holds a run already; resume it, unless all of its rounds were run, "
                 "or choose another folder"
@@ -89,8 +89,7 @@ class RunFolder:
         for other in (self.model, self.path / STUDY):  # of a search, or a study
             if other.exists():
                 raise InvalidValueError(f"{other} exists already; choose another folder")
-        with writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(parents=True, exist_ok=True)
 
     def append_metrics(self, row: Mapping[str, object]) -> None:
         """Add a line, durably; a line that a crash cut short is ended first.
@@ -169,7 +168,7 @@ class RunFolder:
         write_atomically(self.sites, to_json(table, indent=2), 0o600)
 
     def read_sites(self) -> SiteTable:
-        """Return the table of sites; DataError if it cannot be read."""
+        """Return the table of sites; DataError if it is damaged."""
         return _read_as(SiteTable, self.sites, "the sites of a run of `fedpriv serve`")
 
 
@@ -229,9 +228,8 @@ def _read(path: Path) -> Iterator[dict[str, object]]:
 def _read_as(kind: type[_Row], path: Path, what: str) -> _Row:
     try:
         return TypeAdapter(kind).validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error.errors()[0]["msg"]
-        raise DataError(f"{path} cannot be read as {what}: {reason}") from error
+    except ValidationError as error:
+        raise DataError(f"{path} cannot be read as {what}: {error.errors()[0]['msg']}") from error
 
 
 def _read_if_there(kind: type[_Row], path: Path, what: str) -> _Row | None:
@@ -282,6 +280,7 @@ def read_run(folder: Path) -> RunRecord:
         name=config.run or config.name,
         folder=folder,
         plan=run.plan.read_text(encoding="utf-8"),
+        settings=flattened(config.model_dump(exclude_none=True)),
         rounds_planned=config.rounds,
         delta=config.privacy.delta,
         budget=None if config.privacy.unsafe_no_privacy else config.privacy.epsilon,
@@ -366,13 +365,7 @@ def write_charts(folder: Path, out: Path) -> list[Path]:
     return run_page.write_run_charts(read_run(folder), out)
 
 
-class _OfRun(Protocol):
-    @property
-    def folder(self) -> Path:
-        """The folder of a run."""
-
-
-def draw(runs: Iterable[Path | str | _OfRun], out: Path | str) -> list[Path]:
+def draw(runs: Iterable["Path | str | Run"], out: Path | str) -> list[Path]:
     """Draw runs together: accuracy against ε, users and time; return the PNG and SVG files.
 
     * runs: finished or not, by their folders or as `simulate` returned them. Those that differ only

@@ -173,12 +173,7 @@ class ForeignSetting:
 
 def _read_pfl(path: Path) -> dict[str, Any]:
     """Return the fields that a benchmark of pfl states; its YAML has one `key: value` a line."""
-    try:
-        text = path.read_text("utf-8")
-    except OSError as error:
-        raise InvalidValueError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidValueError(f"{path} cannot be read as text; --pfl must be YAML") from error
+    text = path.read_text("utf-8", "replace")
     stated = dict(re.findall(r"^(\w+)\s*:\s*['\"]?([^#'\"\s]+)", text, re.MULTILINE))
     fields: dict[str, Any] = {"sampling": "fixed-size"}
     for name, key in _PFL_KEYS.items():

@@ -32,7 +32,7 @@ from fedpriv.errors import (
     TooFewUsersError,
 )
 from fedpriv.evaluation.held_out import Evaluation, evaluate
-from fedpriv.experiment.build import Experiment, build, check_budget, digest_of_users
+from fedpriv.experiment.build import Experiment, build, check_budget, digest_of_users, method_of
 from fedpriv.experiment.config import Config, FederationSection, flattened, for_folder, load_config
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger, paid_events
@@ -44,7 +44,7 @@ from fedpriv.report.tables import plural
 from fedpriv.run import notes
 from fedpriv.run.auditor import Auditor
 from fedpriv.run.folder import RunFolder, data_frame, held, read_run, write_charts, write_report
-from fedpriv.support.checks import text_down, text_up
+from fedpriv.support.checks import require, text_down, text_up
 from fedpriv.support.disk import with_room, write_atomically
 from fedpriv.support.logs import one_line
 from fedpriv.training.local import ALGORITHMS
@@ -74,7 +74,6 @@ if TYPE_CHECKING:
 _MEASURED = ("loss", "accuracy", "figures", "held_out_users")  # on held-out rows
 # Sections that are no part of a plan.
 _MAY_CHANGE = ("engine", "federation", "output", "trackers", "tune")
-_START = "# starts from: "  # in plans, before other facts
 _log = logging.getLogger(__name__)
 
 
@@ -105,6 +104,8 @@ class RunSetup:
 
         With `start`, it starts from that run's model and charges that run's ledger.
         """
+        need = "--resume needs --out, in Python out=..., the folder of the run to go on with"
+        require(not resume or out is not None, need)
         if start is not None:
             config = _charging_for(start, config)
         # A seeded run can be repeated, so its name is the same each time.
@@ -129,8 +130,7 @@ class RunSetup:
                 config = config.with_noise(noise_multiplier)
             if config.engine.path == "auto":
                 # Timing might choose another path now, whose results differ by rounding.
-                engine = config.engine.model_copy(update={"path": begun.engine.path})
-                config = config.model_copy(update={"engine": engine})
+                config = config.changed(engine={"path": begun.engine.path})
         return cls(config, run, folder, ledger, resuming, keep_going, start)
 
     @property
@@ -165,7 +165,8 @@ class RunSetup:
         (held_out, classes), users = held_out_rows(self.config, section), len(user_ids)
         if HELD_OUT_USER in held_out:
             check_not_enrolled(held_out[HELD_OUT_USER], user_ids)
-        experiment = build(self.config, self.run, population, users, held_out, self.spent)
+        method = method_of(self.config)
+        experiment = build(self.config, self.run, population, users, held_out, method, self.spent)
         self.refuse_examples(experiment.plan, "on nodes")
         if (seed := self.config.seed) is not None:
             if section.secure_sum is not None:
@@ -205,30 +206,41 @@ class RunSetup:
             )
 
     def write_plan(self, experiment: Experiment) -> None:
-        """Make the folder with the resolved plan; of a resumed run, refuse another plan."""
-        if self.resuming:
-            self.refuse_other_plan(experiment)
-            return
+        """Make the folder with the resolved plan."""
         self.folder.create()
         # The plan last: a folder that has it holds a run, and then has the digest too.
         write_atomically(self.folder.plan_digest, f"{experiment.plan.digest}\n".encode())
-        plan = _resolved_plan(experiment, self.folder.path)
-        if self.start:
-            source, number = RunFolder(self.start), read_released(RunFolder(self.start).model)[1]
-            place = os.path.relpath(self.start, self.folder.path)
-            begun = f"round {number['round']} of run {load_config(source.plan).run}, in {place}"
-            plan = f"{_START}{one_line(begun)}\n{plan}"
-        write_atomically(self.folder.plan, plan.encode())
+        write_atomically(self.folder.plan, self._resolved_plan(experiment).encode())
 
     def write_budget(self, experiment: Experiment) -> None:
         """Write the budget and the ledger of a resumed run into its plan."""
         begun, privacy = load_config(self.folder.plan), experiment.config.privacy
         if self.resuming and privacy != begun.privacy:
             config = begun.model_copy(update={"privacy": privacy})
-            plan = _resolved_plan(replace(experiment, config=config), self.folder.path)
-            first = self.folder.plan.read_text(encoding="utf-8").partition("\n")[0]
-            plan = f"{first}\n{plan}" if first.startswith(_START) else plan
+            plan = self._resolved_plan(replace(experiment, config=config))
             write_atomically(self.folder.plan, plan.encode())
+
+    def _resolved_plan(self, experiment: Experiment) -> str:
+        """Return the configuration as TOML for a file in the folder, under a head of facts."""
+        plan, facts = experiment.plan, dict[str, object]()
+        if self.start:
+            source, place = RunFolder(self.start), os.path.relpath(self.start, self.folder.path)
+            run, number = load_config(source.plan).run, read_released(source.model)[1]["round"]
+            facts["starts from"] = f"round {number} of run {run}, in {place}"
+        facts |= {
+            "population": plan.population,
+            f"enrolled {plural(plan.sampling.unit)}": plan.sampling.population,
+            "expected cohort": f"{plan.sampling.expected_cohort_size:g}",
+            "parameters": plan.layout.dimension,
+            "software": ", ".join(f"{name} {number}" for name, number in versions().items()),
+        }
+        for query in plan.mechanism.query.events:
+            norm, noise = text_up(query.clipping_norm), text_down(query.noise_stddev)
+            facts[f"group {query.group}"] = f"clipping norm {norm}, noise stddev {noise}"
+        # Names may hold ends of lines.
+        head = "".join(f"# {one_line(f'{name}: {value}')}\n" for name, value in facts.items())
+        table = experiment.config.model_dump(exclude_none=True)
+        return head + tomli_w.dumps(for_folder(self.folder.path, table))
 
     def refuse_other_plan(self, experiment: Experiment) -> None:
         """Refuse to resume a run with a plan other than its first."""
@@ -254,8 +266,7 @@ def _charging_for(start: Path, config: Config) -> Config:
             f"privacy.ledger is {ledger}, and the model of {start} was charged to {paid}; a run "
             "that starts from it must charge that ledger too, so leave privacy.ledger out"
         )
-    privacy = config.privacy.model_copy(update={"ledger": str(paid)})
-    return config.model_copy(update={"privacy": privacy})
+    return config.changed(privacy={"ledger": str(paid)})
 
 
 def _differences(begun: Config, now: Config) -> list[str]:
@@ -269,25 +280,6 @@ def _differences(begun: Config, now: Config) -> list[str]:
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
-
-
-def _resolved_plan(experiment: Experiment, folder: Path) -> str:
-    """Return the configuration as TOML for a file in the folder, under a head of facts."""
-    plan = experiment.plan
-    facts = {
-        "population": plan.population,
-        f"enrolled {plural(plan.sampling.unit)}": plan.sampling.population,
-        "expected cohort": f"{plan.sampling.expected_cohort_size:g}",
-        "parameters": plan.layout.dimension,
-        "software": ", ".join(f"{name} {number}" for name, number in versions().items()),
-    }
-    for query in plan.mechanism.query.events:
-        norm, noise = text_up(query.clipping_norm), text_down(query.noise_stddev)
-        facts[f"group {query.group}"] = f"clipping norm {norm}, noise stddev {noise}"
-    # Names may hold ends of lines.
-    head = "".join(f"# {one_line(f'{name}: {value}')}\n" for name, value in facts.items())
-    table = experiment.config.model_dump(exclude_none=True)
-    return head + tomli_w.dumps(for_folder(folder, table))
 
 
 def held_out_rows(config: Config, section: FederationSection) -> tuple[HeldOut, tuple[str, ...]]:
@@ -485,11 +477,11 @@ def conduct(
         if results:
             models.consider(replace(results[-1], **figures), state)
     transport.release_resources()
-    return _ended(folder, experiment, stop, state, records, auditor, counted, models)
+    return models.ended(stop, state, auditor, counted)
 
 
 class _Models:
-    """The last and the best of a run's models on held-out rows, and their checkpoints.
+    """The last and the best of a run's models on held-out rows, their checkpoints, and the end.
 
     A resumed run finds its best model among its checkpoints.
     """
@@ -528,21 +520,72 @@ class _Models:
         Its ε is that of all rounds, since the choice depends on all of them.
         """
         if self.round and self.checkpoint:
-            last, experiment = self._folder.results()[-1], self._experiment
+            last = self._folder.results()[-1]
             stated = replace(self.round, epsilon=last.epsilon, randomness=last.randomness)
-            about = [stated], experiment.classes
-            model = released_model(experiment.task, self.checkpoint.state, *about)
-            with_room(lambda: write_atomically(self._folder.best, model))
+            self._write(self._folder.best, self.checkpoint.state, [stated])
 
     def write_mean(self, state: ServerState) -> dict[str, Any]:
         """Write the mean of the last models, if there is one yet, and return its figures."""
         if not state.mean:
             return {}
         averaged = replace(state, parameters=state.mean, statistics={})
-        about, experiment = self._folder.results(), self._experiment
-        model = released_model(experiment.task, averaged, about, experiment.classes)
-        with_room(lambda: write_atomically(self._folder.mean, model))
-        return _measured(experiment, state.mean)
+        self._write(self._folder.mean, averaged, self._folder.results())
+        return _measured(self._experiment, state.mean)
+
+    def _write(self, path: Path, state: ServerState, about: Sequence[RoundResult]) -> None:
+        """Write the model of a state into a file, with what these rounds say about it."""
+        model = released_model(self._experiment.task, state, about, self._experiment.classes)
+        with_room(lambda: write_atomically(path, model))
+
+    def ended(
+        self, stop: Stop, state: ServerState, auditor: Auditor | None, counted: Contributors
+    ) -> Run:
+        """Write the models and the end of the run into its folder, and return the run."""
+        folder, experiment, records = self._folder, self._experiment, self._records
+        plan, charged = experiment.plan, records.ledger.epsilon(records.budget)
+        early = stop is Stop.TOO_FEW and state.round < plan.rounds
+        epsilon, results = records.budget.epsilon if early else charged, folder.results()
+        # Releases after a checkpoint led nowhere if the resumed run could repeat none of them.
+        if stop is Stop.TOO_FEW or (results and results[-1].round > state.round):
+            _restate(folder, state.round, epsilon)
+        results = folder.results()
+        self._write(folder.model, state, results)
+        self.write_best()
+        mean = self.write_mean(state)
+        if plan.sampling.rounds > 1 and not records.ledger.open_series(plan.run):
+            with_room(lambda: records.participation.forget_series(plan.run))  # of a killed run
+        # Canaries take part in rounds, not in the queries between them.
+        of_rounds = (row for row in records.ledger.charges() if row.run == plan.run)
+        larger, enrolled_epsilon = plan.sampling.event().projection, None
+        if larger is not None:
+            accountant = accountant_named(experiment.config.privacy.accountant)
+            spent, delta = records.ledger.spent(), records.budget.delta
+            enrolled_epsilon = accountant.upper_epsilon(spent, delta)
+        told = notes.of_run(experiment, stop, counted, results, charged, self.figures["loss"])
+        end = RunEnd(
+            stop=stop,
+            round=state.round,
+            epsilon=epsilon,
+            delta=records.budget.delta,
+            warnings=tuple(told),
+            mean_accuracy=mean.get("accuracy"),
+            mean_loss=mean.get("loss"),
+            as_if=larger.population if larger else None,
+            enrolled_epsilon=enrolled_epsilon,
+            **self.figures,
+        )
+        with_room(partial(folder.write_end, end))
+        return Run(
+            **vars(end),
+            folder=folder.path,
+            task=experiment.task,
+            state=state,
+            ledger=folder.charged(experiment.config),
+            audit=auditor.conclude(paid_events(of_rounds)) if auditor else None,
+            best=self.round,
+            best_state=self.checkpoint.state if self.checkpoint else None,
+            rounds=tuple(result for result in results if result.round <= state.round),
+        )
 
 
 def _settle(experiment: Experiment, records: PrivacyRecords) -> None:
@@ -558,63 +601,6 @@ def _restate(folder: RunFolder, number: int, epsilon: float) -> None:
     for result in folder.results():
         if result.round == number and result.epsilon != epsilon:
             with_room(partial(folder.append_metrics, asdict(replace(result, epsilon=epsilon))))
-
-
-def _ended(
-    folder: RunFolder,
-    experiment: Experiment,
-    stop: Stop,
-    state: ServerState,
-    records: PrivacyRecords,
-    auditor: Auditor | None,
-    counted: Contributors,
-    models: _Models,
-) -> Run:
-    """Write the models and the end of a run into its folder, and return the run."""
-    figures = models.figures
-    plan, charged = experiment.plan, records.ledger.epsilon(records.budget)
-    early = stop is Stop.TOO_FEW and state.round < plan.rounds
-    epsilon, results = records.budget.epsilon if early else charged, folder.results()
-    # Releases after a checkpoint led nowhere if the resumed run could repeat none of them.
-    if stop is Stop.TOO_FEW or (results and results[-1].round > state.round):
-        _restate(folder, state.round, epsilon)
-    results = folder.results()
-    model = released_model(experiment.task, state, results, experiment.classes)
-    with_room(lambda: write_atomically(folder.model, model))
-    models.write_best()
-    mean = models.write_mean(state)
-    if plan.sampling.rounds > 1 and not records.ledger.open_series(plan.run):
-        with_room(lambda: records.participation.forget_series(plan.run))  # of a killed run
-    # Canaries take part in rounds, not in the queries between them.
-    of_rounds = (row for row in records.ledger.charges() if row.run == plan.run)
-    larger, enrolled_epsilon = plan.sampling.event().projection, None
-    if larger is not None:
-        accountant = accountant_named(experiment.config.privacy.accountant)
-        enrolled_epsilon = accountant.upper_epsilon(records.ledger.spent(), records.budget.delta)
-    end = RunEnd(
-        stop=stop,
-        round=state.round,
-        epsilon=epsilon,
-        delta=records.budget.delta,
-        warnings=tuple(notes.of_run(experiment, stop, counted, results, charged, figures["loss"])),
-        mean_accuracy=mean.get("accuracy"),
-        mean_loss=mean.get("loss"),
-        as_if=larger.population if larger else None,
-        enrolled_epsilon=enrolled_epsilon,
-        **figures,
-    )
-    with_room(partial(folder.write_end, end))
-    return Run(
-        **vars(end),
-        folder=folder.path,
-        task=experiment.task,
-        state=state,
-        ledger=folder.charged(experiment.config),
-        audit=auditor.conclude(paid_events(of_rounds)) if auditor else None,
-        best=models.round,
-        best_state=models.checkpoint.state if models.checkpoint else None,
-        rounds=tuple(result for result in results if result.round <= state.round),
-    )
 
 
 def _measured(experiment: Experiment, model: Tensors) -> dict[str, Any]:
@@ -668,7 +654,8 @@ def opened(setup: RunSetup, experiment: Experiment) -> Iterator[tuple[PrivacyRec
             begun = Checkpoint(before, plan.digest, records.ledger.head)
             save_checkpoint(folder.checkpoints, begun)
         # After ledger and record were created: a run that is resumed without them has lost them.
-        setup.write_plan(experiment)
+        if not setup.resuming:
+            setup.write_plan(experiment)
         state = state_to_start_from(folder, experiment, records)
         folder.results()  # damaged metrics are refused before users are asked
         setup.write_budget(experiment)  # after the ledger was found to be the run's

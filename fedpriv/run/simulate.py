@@ -18,7 +18,6 @@ from fedpriv.data.population import Population
 from fedpriv.engine.measuring import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import Engine, InProcessTransport
-from fedpriv.errors import InvalidValueError
 from fedpriv.evaluation.federated import FederatedEvaluation
 from fedpriv.evaluation.personalisation import Personalisation
 from fedpriv.experiment.build import (
@@ -30,6 +29,7 @@ from fedpriv.experiment.build import (
     refuse_if_few_count,
     settings_of,
     settled,
+    simulated,
 )
 from fedpriv.experiment.config import load_config, method_left_out
 from fedpriv.experiment.mechanism import Mechanism
@@ -131,19 +131,16 @@ def simulate(
       processes as torch has threads. With processes=1 nothing is forked.
     * quiet: print nothing.
     """
-    if resume and out is None:
-        raise InvalidValueError("resume is true; out must then be given")
     followers = named(trackers)
     method = Method(task, mechanism, *method_left_out(mechanism, local, server), personalisation)
     output = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
     sections = {
-        "privacy": {"ledger": None if ledger is None else str(ledger)},
-        "engine": asdict(engine or Engine()),
         "output": output | {"simulation_only": simulation_only},
         "federated_evaluation": federated_evaluation and asdict(federated_evaluation),
         "audit": audit and asdict(audit),
     }
-    config = settings_of(name, population, method, rounds=rounds, seed=seed, **sections)
+    numbers = {"rounds": rounds, "seed": seed}
+    config = settings_of(name, population, method, engine, ledger, **numbers, **sections)
     place, source = (Path(path) if path else None for path in (out, start))
     setup = RunSetup.at(config, place, resume=resume, keep_going=keep_going, start=source)
     if setup.resuming and mechanism.rounds:  # it goes on with the noise that it started with
@@ -159,25 +156,10 @@ def simulate(
     return execute(setup, *in_process(setup, experiment, transport, console), console)
 
 
-def run_simulation(
-    file: Path,
-    assignments: list[str],
-    out: Path | None,
-    *,
-    resume: bool,
-    keep_going: bool = False,
-    start: Path | None = None,
-) -> Run:
-    """Run or resume the experiment of a file in this process, and print its result.
-
-    It starts from the model of the run in the folder `start`, if that is given.
-    """
-    setup = RunSetup.at(
-        load_config(file, assignments), out, resume=resume, keep_going=keep_going, start=start
-    )
-    config, population = setup.config, population_of(setup.config)
-    console = screen()
-    experiment, transport = on_population(config, setup.run, population, setup.spent)
+def run_simulation(file: Path, assignments: list[str], out: Path | None, **how: Any) -> Run:
+    """Run the experiment of a file in this process, and print its result; see `RunSetup.at`."""
+    setup, console = RunSetup.at(load_config(file, assignments), out, **how), screen()
+    experiment, transport = simulated(setup.config, setup.run, setup.spent)
     return execute(setup, *in_process(setup, experiment, transport, console), console)
 
 

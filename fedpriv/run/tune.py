@@ -13,10 +13,10 @@ import math
 import random
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence, Set
 from copy import deepcopy
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property, partial
 from operator import itemgetter
 from pathlib import Path
@@ -50,15 +50,14 @@ from fedpriv.experiment.config import (
     Config,
     RangeSection,
     TuneSection,
+    flattened,
     for_folder,
+    load_config,
     method_left_out,
-    overridden,
     parse_config,
     plain,
     put,
-    read_experiment,
     tables_of,
-    with_defaults,
 )
 from fedpriv.experiment.mechanism import Mechanism
 from fedpriv.ledger.events import (
@@ -77,10 +76,9 @@ from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.privacy.sampling import FixedSizeSampling, PoissonSampling
 from fedpriv.report.tables import Column, Table, print_table, screen
-from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import RunSetup
 from fedpriv.support.checks import checked_arguments, epsilon_up, plain_numbers, require
-from fedpriv.support.disk import with_room, write_atomically, writing
+from fedpriv.support.disk import with_room, write_atomically
 from fedpriv.support.importing import check_installed
 from fedpriv.support.logs import silenced
 from fedpriv.training.optimizers import ServerOptimizer
@@ -211,10 +209,8 @@ def tune(
         "users": users, "held_out_is_public": held_out_is_public,
         "space": {key: _values_of(key, part) for key, part in (space or {}).items()},
     }  # fmt: skip
-    privacy = {"ledger": None if ledger is None else str(ledger)}
     method = Method(task, mechanism, *method_left_out(mechanism, local, server))
-    sections = {"tune": section, "privacy": privacy, "engine": asdict(engine or Engine())}
-    config = settings_of(name, population, method, seed=seed, **sections)
+    config = settings_of(name, population, method, engine, ledger, seed=seed, tune=section)
     table, folder = config.model_dump(exclude_none=True), Path(out) if out else None
     search = _Search.of(table, "the search", population, folder, screen(quiet=quiet), task=task)
     tuning = search.on_users() if on == "users" else search.on_public()
@@ -241,10 +237,9 @@ def tune_file(
 
     On public users the enrolled ones of the section `data` are never loaded.
     """
-    # Defaults come before the norm of a trial, which would change others.
-    table = with_defaults(overridden(read_experiment(file), assignments))
-    source = f"{file} with --set" if assignments else str(file)
-    config = parse_config(table, source)
+    config, source = load_config(file, assignments), str(file)
+    # With all defaults, which the norm of a trial would change.
+    table = config.model_dump(exclude_unset=True, exclude_none=True)
     reasons = {
         "federated_evaluation": "a trial is priced by its rounds alone",
         "audit": "of the trials of a search nothing but the best is released",
@@ -324,10 +319,10 @@ class _Search:
 
     @cached_property
     def values(self) -> Mapping[str, Any]:
-        """All values of the experiment, with defaults of options."""
+        """All values of the experiment by key, with defaults of options."""
         config = self.setup.config
         parts = config.mechanism(), config.training(), config.server.build()
-        return config.model_dump() | tables_of(*parts)
+        return flattened(config.model_dump() | tables_of(*parts))
 
     @property
     def section(self) -> TuneSection:
@@ -353,7 +348,7 @@ class _Search:
     @cached_property
     def space(self) -> Mapping[str, Candidates]:
         """Candidates by key; by default around the numbers of the experiment."""
-        present = {key: _at(self.values, key) for key in DEFAULT_SPACE if key not in self.kept}
+        present = {key: self.values.get(key) for key in DEFAULT_SPACE if key not in self.kept}
         space = self.section.space or {
             key: _with_value(DEFAULT_SPACE[key], value)
             for key, value in present.items()
@@ -374,16 +369,13 @@ class _Search:
         """The keys by which trials differ in price."""
         return [key for key in (_Q, _ROUNDS) if key in self.space]
 
-    def _make_folder(self) -> RunFolder:
-        with writing(self.setup.folder.path):
-            self.setup.folder.path.mkdir(parents=True, exist_ok=True)
-        return self.setup.folder
-
     def on_public(self) -> Tuning:
         """Search on people who are not enrolled; it costs nothing."""
         check_installed("tune", "optuna")
+        import optuna  # noqa: PLC0415 - an extra
+
         section, space = self.section, self.space
-        present = {key: _at(self.values, key) for key in space}
+        present = {key: self.values.get(key) for key in space}
         first, _ = self.prepare({}, None, "trial")
         ratio = first.plan.sampling.population / (section.users or first.plan.sampling.population)
         if ratio != 1.0 and isinstance(first.plan.sampling, FixedSizeSampling):
@@ -394,27 +386,30 @@ class _Search:
             )
         score, sign = _scorer(section.objective, first), self.sign
         tried, why = list[Tried](), ""
-        folder = self._make_folder()
-        with _optuna_study(self.setup.config.seed) as study:
+        folder = self.setup.folder
+        folder.create()
+        sampler = optuna.samplers.TPESampler(seed=self.setup.config.seed)
+        with silenced(logging.INFO):  # Optuna would name its study
+            study = optuna.create_study(direction="maximize", sampler=sampler)
             if all(_holds(space[key], value) for key, value in present.items()):
                 study.enqueue_trial(present, skip_if_exists=True)
-            for number in range(section.trials):
-                trial = study.ask()
-                settings = {key: _suggested(trial, key, values) for key, values in space.items()}
-                result = None
-                try:
-                    experiment, transport = self.prepare(settings, None, f"trial-{number}")
-                    if ratio != 1.0:
-                        noise = experiment.plan.noise_multiplier * ratio
-                        experiment, transport = self.prepare(settings, noise, f"trial-{number}")
-                    result = score(_trained(experiment, transport)[0])
-                except Exception as error:  # a trial that fails is no reason to lose the others
-                    why = f"{type(error).__name__}: {error}"
-                    _log.warning("trial %d failed: %s", number, why)
-                study.tell(trial, -math.inf if result is None else sign * result)
-                tried.append(Tried(settings, result))
-                text = "failed" if result is None else f"{section.objective} {result:.4f}"
-                self._say(f"trial {number + 1} of {section.trials}: {text}  {_words(settings)}")
+        for number in range(section.trials):
+            trial = study.ask()
+            settings = {key: _suggested(trial, key, values) for key, values in space.items()}
+            result = None
+            try:
+                experiment, transport = self.prepare(settings, None, f"trial-{number}")
+                if ratio != 1.0:
+                    noise = experiment.plan.noise_multiplier * ratio
+                    experiment, transport = self.prepare(settings, noise, f"trial-{number}")
+                result = score(_trained(experiment, transport)[0])
+            except Exception as error:  # a trial that fails is no reason to lose the others
+                why = f"{type(error).__name__}: {error}"
+                _log.warning("trial %d failed: %s", number, why)
+            study.tell(trial, -math.inf if result is None else sign * result)
+            tried.append(Tried(settings, result))
+            text = "failed" if result is None else f"{section.objective} {result:.4f}"
+            self._say(f"trial {number + 1} of {section.trials}: {text}  {_words(settings)}")
         ended = [(sign * trial.score, trial) for trial in tried if trial.score is not None]
         if not ended:
             raise RunError(f"none of {len(tried)} trials ended; the last one raised {why}")
@@ -443,10 +438,11 @@ class _Search:
             )
         if price_only:
             return Tuning(setup.folder.path, {}, None, epsilon=price)
-        run, folder = f"{setup.run}-tune", self._make_folder()
-        with self._charged(run, event, budget, first) as (charge, price, randomness):
-            self._say("charged; the search prints nothing until it ends")
-            best = self._best_of(kinds, score, sign)
+        run, folder = f"{setup.run}-tune", setup.folder
+        folder.create()
+        charge, price, randomness = self._charged(run, event, budget, first)
+        self._say("charged; the search prints nothing until it ends")
+        best = self._best_of(kinds, score, sign)
         if best is None:
             self._say("no trial ended; the charge stays, and nothing is released")
             return Tuning(folder.path, {}, None, epsilon=price)
@@ -491,11 +487,10 @@ class _Search:
             )
         return plan
 
-    @contextmanager
     def _charged(
         self, run: str, event: RoundEvent, budget: PrivacyBudget, first: Experiment
-    ) -> Iterator[tuple[str, float, Randomness]]:
-        """Charge the search, and yield the charge's hash and the ledger's ε and randomness."""
+    ) -> tuple[str, float, Randomness]:
+        """Charge the search, and return the charge's hash and the ledger's ε and randomness."""
         files = self.setup.ledger, record_path(self.setup.ledger)
         with PrivacyRecords.open(*files, first.plan.population, budget) as records:
             # The cohorts of trials stay secret; any user may be in one.
@@ -504,9 +499,8 @@ class _Search:
             commitment = with_room(lambda: record(run, 1, attempt, np.arange(users)))
             randomness = first.entropy.randomness
             asked = ProposedCharge(run, 1, attempt, randomness, event, commitment)
-            charge = with_room(lambda: records.ledger.charge(asked, budget))
-            with_room(lambda: records.participation.keep_head(records.ledger.head))
-            yield charge.hash, records.ledger.epsilon(budget), records.ledger.randomness
+            charge = records.charge(asked)
+            return charge.hash, records.ledger.epsilon(budget), records.ledger.randomness
 
     def _event(self, spent: Sequence[RoundEvent]) -> tuple[RoundEvent, Mapping[Any, Trial]]:
         """Return the search as an event, and the trials by their q and rounds.
@@ -624,12 +618,8 @@ def _trained(
         with PrivacyRecords.open(
             ledger, record_path(ledger), plan.population, _UNLIMITED
         ) as records:
-            state, result = experiment.initial_state, None
-            for step in train(plan, state, transport, records, entropy):
-                state, result = step
-    if result is None:
-        raise RunError("no round was released")
-    return state, result
+            rounds = train(plan, experiment.initial_state, transport, records, entropy)
+            return deque(rounds, maxlen=1).pop()
 
 
 def _scorer(objective: str, first: Experiment) -> _Score:
@@ -662,19 +652,6 @@ def _check_kind(experiment: Experiment, kind: Trial) -> None:
     sampled = event.sampling.policy is SamplingPolicy.POISSON
     if not sampled or kept != priced or not event.noise_multiplier >= kind.noise_multiplier:
         raise InvalidValueError("a trial differs from the charged ones")
-
-
-@contextmanager
-def _optuna_study(seed: int | None) -> Iterator["optuna.Study"]:
-    import optuna  # noqa: PLC0415 - an extra
-
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
-        sampler = optuna.samplers.TPESampler(seed=seed)
-        yield optuna.create_study(direction="maximize", sampler=sampler)
-    finally:
-        optuna.logging.set_verbosity(before)
 
 
 def _suggested(trial: "optuna.Trial", key: str, values: Candidates) -> Any:
@@ -747,10 +724,3 @@ def _with(table: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     for key, value in settings.items():
         put(copied, key.split("."), value)
     return copied
-
-
-def _at(table: Any, key: str) -> Any:
-    """Return a value of a table by its key, or None."""
-    for part in key.split("."):
-        table = table.get(part) if isinstance(table, Mapping) else None
-    return table

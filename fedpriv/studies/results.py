@@ -115,8 +115,8 @@ def read_results(path: Path) -> list[RunResult]:
         return [_RESULT.validate_json(line) for line in path.read_bytes().splitlines()]
     except FileNotFoundError:
         return []
-    except (OSError, ValidationError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error.errors()[0]["msg"]
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
         raise DataError(f"{path} cannot be read as the result of a run: {reason}") from error
 
 

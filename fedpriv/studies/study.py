@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,10 @@ from fedpriv.errors import InvalidValueError, known_names
 from fedpriv.experiment.bundled import experiment_file
 from fedpriv.experiment.config import (
     Config,
+    Name,
     Positive,
     Section,
+    Seed,
     checked,
     flattened,
     for_folder,
@@ -32,7 +33,6 @@ from fedpriv.experiment.config import (
 )
 
 RUNS = "runs"
-_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 # Keys that no arm may vary: the study sets them, or arms would not cost the same.
 _FIXED = {
     "the study names its runs": ("name", "run"),
@@ -43,9 +43,8 @@ _FIXED = {
     "an ε of one unit is no ε of another": ("privacy.unit", "privacy.microbatch"),
 }
 
-_Name = Annotated[str, Field(pattern=_NAME)]
 _Seeds = Annotated[
-    tuple[Annotated[int, Field(ge=0)], ...],
+    tuple[Seed, ...],
     Field(strict=False),
     BeforeValidator(lambda seeds: tuple(range(seeds)) if isinstance(seeds, int) else seeds),
 ]
@@ -55,7 +54,7 @@ _Accuracy = Annotated[float, Field(gt=0.0, le=1.0)]
 class Arm(Section):
     """One variant of the experiment: overrides "a.b=value" of the base, as for `--set`."""
 
-    name: _Name
+    name: Name
     set: Annotated[tuple[str, ...], Field(strict=False)] = ()
 
 
@@ -89,7 +88,7 @@ class Cell:
 class Study(Section):
     """One experiment under several arms, at equal privacy, on equal users and seeds."""
 
-    name: _Name
+    name: Name
     base: dict[str, object]  # the experiment that arms vary
     seeds: _Seeds = tuple(range(5))  # or n for 0, …, n − 1
     target: _Targets
@@ -188,14 +187,8 @@ def _levels(key: str, axis: object) -> list[Arm]:
         raise InvalidValueError(f"axis {key!r} is {axis!r}; it must be a table or a list")
     if not levels:
         raise InvalidValueError(f"axis {key!r} has no level; it must have at least one")
-    for name, assignments in levels:
-        if not re.match(_NAME, name):
-            limit = "letters, digits, dots, underscores and hyphens, as a table can give levels"
-            raise InvalidValueError(f"axis {key!r} has the level {name!r}; names are of {limit}")
-        if not isinstance(assignments, list) or not all(isinstance(a, str) for a in assignments):
-            level = f"level {name!r} of axis {key!r} is {assignments!r}"
-            raise InvalidValueError(f'{level}; it must be a list of assignments "a.b=value"')
-    return [Arm(name=name, set=tuple(assignments)) for name, assignments in levels]
+    source = f"a level of axis {key!r}"
+    return [checked(Arm, {"name": name, "set": values}, source) for name, values in levels]
 
 
 def load_study(path: Path) -> Study:

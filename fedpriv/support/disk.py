@@ -45,11 +45,10 @@ def write_atomically(path: Path, content: bytes, mode: int = 0o666) -> None:
 
 
 def write_new(path: Path, content: bytes) -> None:
-    """Write a new file, durably; InvalidValueError if it exists or cannot be written."""
+    """Write a new file, durably; InvalidValueError if it exists."""
     if path.exists():
         raise InvalidValueError(f"{path} exists already; it is not overwritten")
-    with writing(path):
-        write_atomically(path, content)
+    write_atomically(path, content)
 
 
 def keep_from_git(path: Path) -> None:
@@ -81,16 +80,6 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Raise InvalidValueError if the file system refuses to write below a path."""
-    try:
-        yield
-    except (OSError, ValueError) as error:  # a null byte is a ValueError
-        reason = getattr(error, "strerror", error)
-        raise InvalidValueError(f"{str(path)!r:.200} cannot be written: {reason}") from error
 
 
 def with_room(write: Callable[[], _Result]) -> _Result:

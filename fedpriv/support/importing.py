@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Generic, TypeVar, cast
 
 from fedpriv.errors import FedprivError, InvalidValueError, known_names
@@ -17,9 +18,22 @@ Function = Callable[..., object]
 _Kind = TypeVar("_Kind")
 
 
-def import_function(what: str, path: str, error: type[FedprivError]) -> Function:
-    """Import and return the function or class at "package.module:function"; its module runs."""
-    module_name, name = split_path(what, path, error)
+def import_function(
+    what: str,
+    path: str,
+    error: type[FedprivError],
+    known: Mapping[str, Function | str] = MappingProxyType({}),
+) -> Function:
+    """Import and return the function or class at "package.module:function"; its module runs.
+
+    `known` are functions, or their paths, that have short names.
+    """
+    found = known.get(path, path)
+    if not isinstance(found, str):
+        return found
+    if known and ":" not in found:
+        raise error(f"{what} is unknown; {known_names(path, known)}, or package.module:name")
+    module_name, name = split_path(what, found, error)
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as cause:  # a script may call sys.exit(0)
@@ -47,13 +61,11 @@ def split_path(what: str, path: str, error: type[FedprivError]) -> tuple[str, st
     return module, name
 
 
-def check_installed(
-    extra: str, *packages: str, error: type[FedprivError] = InvalidValueError
-) -> None:
-    """Raise `error` unless all packages of an extra, by default one of its name, are there."""
+def check_installed(extra: str, *packages: str) -> None:
+    """Refuse unless all packages of an extra, by default one of its name, are there."""
     if missing := [name for name in packages or [extra] if find_spec(name) is None]:
         cure = f"pip install 'fedpriv[{extra}]' installs what is needed"
-        raise error(f"{' and '.join(missing)} cannot be imported; {cure}")
+        raise InvalidValueError(f"{' and '.join(missing)} cannot be imported; {cure}")
 
 
 def path_of(thing: object) -> str:
@@ -63,16 +75,11 @@ def path_of(thing: object) -> str:
 
 
 def check_options(
-    what: str,
-    function: Function,
-    options: Iterable[str],
-    error: type[FedprivError],
-    noun: str = "option",
+    what: str, function: Function, options: Iterable[str], error: type[FedprivError]
 ) -> None:
     """Raise `error` if options are unknown, or required ones absent.
 
-    `noun` is the word for an option in its message. A function that takes any keyword is not
-    checked.
+    A function that takes any keyword is not checked.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -83,11 +90,11 @@ def check_options(
     by_name = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     for option in options:
         if option not in by_name:
-            lacks = f"has no {noun} {option!r}; {known_names(option, by_name)}"
+            lacks = f"has no option {option!r}; {known_names(option, by_name)}"
             raise error(f"{what} {lacks if by_name else 'takes no options'}")
     for name, parameter in by_name.items():
         if parameter.default is parameter.empty and name not in options:
-            raise error(f"{what} needs the {noun} {name!r}")
+            raise error(f"{what} needs the option {name!r}")
 
 
 def raised_at(cause: BaseException) -> str:
@@ -108,11 +115,12 @@ def call_imported(
     error: type[FedprivError],
     describe: Callable[[BaseException], str] = raised_at,
 ) -> _Kind:
-    """Call a user's function and return its result; exceptions become an `error`.
+    """Call a user's function and return its result; wrong options and exceptions become an `error`.
 
     FedprivError, OSError and MemoryError pass.
     `describe` puts an exception into words: `raised_with` if its message cannot hold users' data.
     """
+    check_options(what, function, options, error)
     try:
         return function(**options)
     except (FedprivError, OSError, MemoryError):
@@ -137,17 +145,13 @@ class Choice(Generic[_Kind]):
         InvalidValueError if the class, an option or a value of an option is wrong.
         """
         what = f"{self.key} {name!r}"
-        if name not in self.known and ":" not in name:
-            hint = f"{known_names(name, self.known)}, or package.module:Class"
-            raise InvalidValueError(f"{self.key} is {name!r}; {hint}")
-        kind: object = self.known.get(name) or import_function(what, name, InvalidValueError)
+        kind: object = import_function(what, name, InvalidValueError, self.known)
         if not (isinstance(kind, type) and issubclass(kind, self.kind)):
             actual = "another class" if isinstance(kind, type) else "not a class"
             base = path_of(self.kind)
             raise InvalidValueError(f"{what} is {actual}; it must be derived from {base}")
         parameters = inspect.signature(kind).parameters
         arguments = {k: v for k, v in optional.items() if k in parameters} | {**options}
-        check_options(what, kind, arguments, InvalidValueError)
         built = call_imported(what, kind, arguments, InvalidValueError, raised_with)
         return cast(_Kind, built)
 

@@ -23,7 +23,7 @@ from fedpriv.data.population import ROW_OWNERS, Population, UserStore, check_cou
 from fedpriv.engine.forks import computing_with
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of
 from fedpriv.errors import DataError, InvalidValueError
-from fedpriv.experiment.build import Experiment, build, records_of
+from fedpriv.experiment.build import Experiment, build, method_of, records_of
 from fedpriv.experiment.config import Config, OutputSection
 from fedpriv.ledger.events import NeighbouringRelation, PrivacyBudget, Unit
 from fedpriv.ledger.ledger import paid_events
@@ -91,7 +91,7 @@ class AttackedPlan:
         if len(chosen) < 2:
             raise DataError(f"{len(chosen)} users with rows are to be attacked; two are needed")
         name, few = population.name, records.subset(chosen)
-        experiment = build(short, _RUN, name, len(chosen), population.test)
+        experiment = build(short, _RUN, name, len(chosen), population.test, method_of(short))
         plan = replace(experiment.plan, optimizer=FedAvg())
         if plan.noise_multiplier == 0.0:
             raise InvalidValueError("the plan has no noise; ε is infinite and cannot be refuted")

@@ -77,10 +77,6 @@ def test_what_lies_along_directions_is_their_product(d: int, m: int, data: st.Da
         for row in directions.rows(np.arange(m)).tolist()
     ]
     assert np.allclose(directions.along(vector), slow, atol=1e-4)
-    low = data.draw(st.integers(0, d - 1))
-    span = slice(low, data.draw(st.integers(low + 1, d)))
-    some = np.array(data.draw(st.lists(st.integers(0, m - 1), min_size=1, max_size=5)))
-    assert np.array_equal(directions.rows(some, span), directions.rows(some)[:, span])
 
 
 def test_directions_of_other_blocks_and_keys_look_random() -> None:

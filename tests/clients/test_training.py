@@ -173,11 +173,11 @@ def test_an_unknown_metric_is_refused_for_one_user_too() -> None:
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        (replace(TASK, model="no such"), "unknown model"),
+        (replace(TASK, model="no such"), "model .* is unknown"),
         (replace(TASK, options={"width": 3}), "no option"),
         (replace(TASK, options={"features": "many"}), "cannot be made: TypeError"),
         (replace(TASK, options={"features": 5}), "cannot be evaluated on the data"),
-        (replace(TASK, loss="no such"), "unknown loss"),
+        (replace(TASK, loss="no such"), "loss .* is unknown"),
     ],
 )
 def test_a_task_that_cannot_train_is_refused(task: TaskDescription, words: str) -> None:

@@ -348,7 +348,7 @@ def test_a_task_that_does_not_fit_is_refused_until_one_fits(
 ) -> None:
     unknown = replace(TASK, model="no such")
     for legal, error, words in (
-        (welcome(unknown), ModelError, "unknown model 'no such'"),
+        (welcome(unknown), ModelError, "model 'no such' is unknown"),
         (welcome(names=IDS[1:]), InvalidValueError, "8 positions for 9 users"),
         (
             welcome(replace(TASK, model="tests.clients.hostile:model_that_exits", options={})),

@@ -330,5 +330,5 @@ def test_folders_that_hold_no_dataset_are_one_sentence(place, tmp_path):
 
 def test_absent_package_says_how_to_install_it(place, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"pip install 'fedpriv\[datasets\]'"):
+    with pytest.raises(InvalidValueError, match=r"pip install 'fedpriv\[datasets\]'"):
         load_population("hugging-face", options(place, user_column="writer"))

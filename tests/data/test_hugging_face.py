@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedpriv.data import from_dataset
-from fedpriv.errors import DataError
+from fedpriv.errors import DataError, InvalidValueError
 
 IMAGES = np.arange(4 * 5 * 5, dtype=np.uint8).reshape(4, 5, 5)
 
@@ -79,5 +79,5 @@ def test_splits_and_streams_are_refused(dataset):
 
 def test_absent_package_says_how_to_install_it(dataset, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"pip install 'fedpriv\[datasets\]'"):
+    with pytest.raises(InvalidValueError, match=r"pip install 'fedpriv\[datasets\]'"):
         from_dataset(dataset, "writer")

@@ -81,8 +81,8 @@ def test_any_norm_indicator_fits_the_radius(count: int) -> None:
     [
         ("los", {}, "unknown metric 'los'"),
         ("update-norms", {"thresholds": [1.0]}, "did you mean 'update-norms:GROUP'"),
-        ("loss", {}, "needs the number 'bound'"),
-        ("loss", {"bund": 1.0}, "no number 'bund'"),
+        ("loss", {}, "needs the option 'bound'"),
+        ("loss", {"bund": 1.0}, "no option 'bund'"),
         ("loss", {"bound": 0.0}, "bound of metric 'loss' is 0.0"),
         ("loss", {"bound": float("inf")}, "positive"),
         ("loss", {"bound": "5"}, "is '5'"),

@@ -99,6 +99,7 @@ def made_up(
         name=name,
         folder=path.parent,
         plan=plan,
+        settings={},
         rounds_planned=len(events),
         delta=delta,
         budget=None,

@@ -37,7 +37,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_place_that_cannot_be_written_is_refused(copy: Path) -> None:
-    assert "cannot be written" in refused("report", copy, "--out", copy / "no" / "page.html")
+    assert "cannot be used" in refused("report", copy, "--out", copy / "no" / "page.html")
 
 
 def test_a_page_replaces_pages_alone(copy: Path) -> None:

@@ -150,7 +150,7 @@ def test_charts_that_cannot_be_drawn_are_refused(study_folder: Path, tmp_path: P
     assert not charts[1].exists()
     (tmp_path / "file").touch()
     inside = tmp_path / "file" / "charts"
-    assert "cannot be written" in refused("report", study_folder, "--charts", inside)
+    assert "cannot be used" in refused("report", study_folder, "--charts", inside)
 
 
 def test_every_ledger_was_verified(page: str, study_folder: Path) -> None:

@@ -132,7 +132,10 @@ def test_nothing_that_is_not_released_has_a_place() -> None:
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("json", "trackers is 'json'; known names: mlflow, tensorboard, wandb, or package.module:"),
+        (
+            "json",
+            "trackers 'json' is unknown; known names: mlflow, tensorboard, wandb, or ",
+        ),
         ("nowhere:log", "trackers 'nowhere:log' cannot be imported"),
         ("json:nothing", "trackers 'json:nothing' cannot be imported"),
         ("json:__name__", "module 'json' has no function '__name__'"),

@@ -196,7 +196,7 @@ def test_every_arm_has_the_least_noise_of_its_own_rounds_and_sampling(tmp_path: 
 def test_arms_that_cannot_be_built_or_calibrated_are_refused_by_name(tmp_path: Path) -> None:
     for assignment, words in (
         ("model.options.hidden=3", "arm 'bad': model 'softmax' has no option 'hidden'"),
-        ("data.name=nobody", "arm 'bad': unknown population 'nobody'"),
+        ("data.name=nobody", "arm 'bad': population 'nobody' is unknown"),
         ("model.personal=['1.bias']", "arm 'bad': .*so nothing would be measured; personalisation"),
         ("clipping.split={x=1.0}", "arm 'bad': clipping norms and parts differ"),
     ):

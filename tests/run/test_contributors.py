@@ -129,7 +129,7 @@ def test_a_simulation_names_the_first_user_who_is_dropped_once(
 ) -> None:
     mechanism = exact()
     method = Method(task(), mechanism, fedpriv.SGD(0.1, epochs=1), fedpriv.FedAvg())
-    engine = {"processes": processes, "chunk_mebibytes": 1}
+    engine = fedpriv.Engine(processes=processes, chunk_mebibytes=1)
     people = population()
     settings = settings_of("run", people, method, rounds=2, engine=engine)
     experiment, transport = on_population(settings, "run", people, method=method)
@@ -160,7 +160,7 @@ def test_each_reason_is_said(broken: int, device: str) -> None:
     told: list[SimulationOnlyDropped] = []
     method = Method(task(), exact(), fedpriv.SGD(0.1, epochs=1), fedpriv.FedAvg())
     people = population()
-    settings = settings_of("run", people, method, rounds=1, engine={"device": device})
+    settings = settings_of("run", people, method, rounds=1, engine=fedpriv.Engine(device))
     experiment, transport = on_population(settings, "run", people, method=method)
     request = round_request(
         experiment.plan,

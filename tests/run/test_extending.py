@@ -337,7 +337,7 @@ def test_arms_are_compared_at_equal_privacy_and_finished_runs_stand(tmp_path: Pa
     ("changes", "message"),
     [
         ({"mechanism": fedpriv.Mechanism.poisson(0.5, fedpriv.Flat(1.0))}, "no noise_multiplier"),
-        ({"resume": True}, "out must then be given"),
+        ({"resume": True}, "in Python out="),
         ({"rounds": 0}, "rounds is 0"),
         ({"name": "a b"}, "name is 'a b'"),
     ],

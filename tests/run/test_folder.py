@@ -112,7 +112,7 @@ def test_a_run_does_not_replace_the_model_of_a_search_or_hide_in_a_study(
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidValueError, match="cannot be written"):
+    with pytest.raises(OSError, match="file"):
         RunFolder(tmp_path / "file" / "run").create()
 
 

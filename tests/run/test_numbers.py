@@ -168,8 +168,8 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: dirichlet(np.arange(4), 2, HUGE, 0), "alpha is a whole number of 1329 bits"),
     (lambda: PerLayer(0.5, "layers"), "parts is 'layers'"),
     (lambda: PerLayer(0.5, split=3), "split is 3"),
-    (lambda: PerLayer(0.5, split={"a": "b"}), "split is .* or a positive number for each part"),
-    (lambda: Joint(0.5, {"a": 0}), "scales is .* it must be 'dimension' or a positive number for"),
+    (lambda: PerLayer(0.5, split={"a": "b"}), "split of 'a' is 'b'; it must be positive"),
+    (lambda: Joint(0.5, {"a": 0}), "scales of 'a' is 0; it must be positive"),
     (
         lambda: Mechanism.poisson(allocation="equal"),
         "allocation is 'equal'",

@@ -169,7 +169,7 @@ def test_a_run_that_goes_on_is_the_uninterrupted_one(
         ((FIXED[0], 'sampling.options={cohort_size="x"}'), "cohort_size is 'x'"),
         ((FIXED[0], "sampling.options={cohort_size=true}"), "cohort_size is True"),
         ((FIXED[0], "sampling.options={size=3}"), "has no option 'size'"),
-        ((*FIXED, "privacy.sampling_probability=0.3"), "sampling_probability is 0.3; it"),
+        ((*FIXED, "privacy.sampling_probability=0.3"), "sampling_probability is 0.3, and that of"),
         ((*ALLOCATION, "privacy.sampling_probability=0.3"), "sampling_probability is 0.3"),
         ((ALLOCATION[0],), "needs the option 'rounds'"),
         ((ALLOCATION[0], "sampling.options={rounds=0}"), "the schedule has 0 rounds"),
@@ -177,8 +177,11 @@ def test_a_run_that_goes_on_is_the_uninterrupted_one(
         ((ALLOCATION[0], "sampling.options={rounds=true,x=1}"), "has no option 'x'"),
         ((ALLOCATION[0], "sampling.options={rounds=true}"), "the schedule has True rounds"),
         (
-            ("sampling.policy=poisson-within-bands", "sampling.options={probability=0.4}"),
-            "sampling.options has probability 0.4",
+            (
+                "sampling.policy=poisson-within-bands",
+                "sampling.options={probability=0.4,rounds=4,separation=2}",
+            ),
+            "that of 'poisson-within-bands' is 0.4; only this key",
         ),
         (
             (ALLOCATION[0], "sampling.options={rounds=3,participations=4}"),

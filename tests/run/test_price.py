@@ -239,7 +239,7 @@ def test_the_table_has_the_numbers_of_the_json() -> None:
         ([*NOISE, *USERS, *ROUNDS, "--enrolled", "3384"], "enrolled 3384"),
         ([*NOISE, *USERS, *ROUNDS, "--sampling", "shuffled"], "shuffled"),
         ([*NOISE, *USERS, *ROUNDS, "--write", "x.toml"], "clip is absent; with --write it must"),
-        (["price", "--pfl", "no.yaml"], "no.yaml cannot be read"),
+        (["price", "--pfl", "no.yaml"], "no.yaml cannot be used"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -209,7 +209,7 @@ def written(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        (["population.as_if=100"], "as_if is 100; it must be at least"),
+        (["population.as_if=100"], "as_if is 100 and cohort is None; it must be cohort"),
         (["population.as_if=0"], "population.as_if is 0"),
         (["population.cohort=10"], "cohort is 10; without as_if"),
         (["population.as_if=5000", "population.cohort=288"], "cohort is 288"),

@@ -372,7 +372,7 @@ def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
         assert (content(run), head_of(run)) == before
     going_on = RunSetup.at(load_config(file, at), run.path, resume=True)
     again = going_on.on_nodes(section, enrolled.population_id, enrolled.user_ids)
-    going_on.write_plan(again)
+    going_on.refuse_other_plan(again)
     assert again.plan.digest == plan.digest
     with ParticipationRecord.open(record) as kept:
         kept.bind(plan.run, experiment.enrolled)

@@ -69,8 +69,8 @@ def test_options_are_those_of_the_signature() -> None:
         check_options("it", function, names, ModelError)
     with pytest.raises(ModelError, match="it has no option 'secnd'"):
         check_options("it", options, ["first", "secnd"], ModelError)
-    with pytest.raises(InvalidValueError, match="it needs the number 'first'"):
-        check_options("it", options, [], InvalidValueError, noun="number")
+    with pytest.raises(InvalidValueError, match="it needs the option 'first'"):
+        check_options("it", options, [], InvalidValueError)
     check_options("it", dict, ["any"], ModelError)  # it has no signature
 
 
