@@ -51,9 +51,9 @@ class WithinBounds(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Torch calls this method instead of each of its functions."""
-        kwargs = dict(kwargs or {})
         if function not in _BEYOND:
-            return function(*args, **kwargs)
+            return function(*args, **(kwargs or {}))
+        kwargs = dict(kwargs or {})
         if function in _CTC:
             _check_labels(**(dict(zip(_CTC[function], args, strict=False)) | kwargs))
         elif function in _BAGS:

@@ -37,6 +37,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 Inputs = Tensor | dict[str, Tensor]
 """The inputs of a model: one tensor [B, …], or several tensors by the names of its arguments."""
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_LEAST_SHARE = 2.0**-60
 _IGNORED = -100  # the target that torch's losses ignore
 
 
@@ -342,8 +343,8 @@ class Task:
 
     def mean_loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the mean loss of a batch over all targets that count; 0 if none does."""
-        counted = self.shares(y).sum()
-        return self.losses_of(outputs, y).sum() / torch.where(counted > 0.0, counted, 1.0)
+        # Without a target that counts, losses are 0.
+        return self.losses_of(outputs, y).sum() / self.shares(y).sum().clamp(min=_LEAST_SHARE)
 
     def seen(
         self, outputs: Tensor, y: Tensor, moments: Mapping[str, Sequence[Tensor]] | None = None
