@@ -1,6 +1,5 @@
 """The examples of users, gathered on the device where they train."""
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -158,17 +157,8 @@ class Examples:
 
     def batches(self) -> Iterator[tuple[Inputs, Tensor]]:
         """Yield x and y of each step of the only user, [b, …], without rows that fill slices."""
-        count, width = int(self.counts[0]), self.schedule.width
-        firsts = itertools.cycle(range(0, count, width))
-        for window in self.windows([1] * self.steps):
-            for step, first in zip(range(window.real.shape[1]), firsts, strict=False):
-                place = 0, step, slice(min(width, count - first))
-
-                # In memory of its own, whose alignment does not depend on the step.
-                def rows(t: Tensor, place: tuple[int, int, slice] = place) -> Tensor:
-                    return t[place].clone()
-
-                yield each_input(rows, window.x), rows(window.y)
+        for rows in self.schedule.batches():
+            yield self.task.given({n: t[0] for n, t in self._columns(rows[np.newaxis]).items()})
 
     def blocks(self) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
         """Yield each row to measure once: x and y [L·W, …], and which rows are real [L, W]."""
@@ -197,12 +187,14 @@ class Examples:
         return Batches(*self.task.given(columns), given[_REAL])
 
     def _batches(self, rows: Integers, real: npt.NDArray[np.bool_]) -> Batches:
-        if self.resident is None:
-            columns = {n: to_device(t, self.device) for n, t in self.gathered(rows).items()}
-        else:
-            columns = self._selected(to_device(torch.from_numpy(rows), self.device))
         counting = to_device(torch.from_numpy(real).float(), self.device)
-        return Batches(*self.task.given(columns), counting)
+        return Batches(*self.task.given(self._columns(rows)), counting)
+
+    def _columns(self, rows: Integers) -> TorchTensors:
+        """Return the fields of rows [l, …] on the device."""
+        if self.resident is None:
+            return {n: to_device(t, self.device) for n, t in self.gathered(rows).items()}
+        return self._selected(to_device(torch.from_numpy(rows), self.device))
 
     def _selected(self, rows: Tensor) -> TorchTensors:
         """Return the resident fields of rows [l, …]."""

@@ -6,6 +6,7 @@ key and the user's number of rows.
 """
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,6 +122,17 @@ class Schedule:
         rows = self._chosen(np.where(real.reshape(users, -1), rows, 0), lanes)
         shape = users, steps * self.slices, self.width
         return (self.starts[lanes, None] + rows).reshape(shape), real.reshape(shape)
+
+    def batches(self) -> Iterator[Integers]:
+        """Yield the rows of each batch of the first lane, [b], which are those of `rows`."""
+        count, counts = int(self.counts[0]), self.counts[:1]
+        batch, rows = self.local.batch_size or max(1, count), self.in_order(0, count)[0][0]
+        firsts, steps = range(0, count, batch), int(steps_of(counts, self.local)[0])
+        for step, first in zip(range(steps), itertools.cycle(firsts), strict=False):
+            if first == 0:
+                word = _mixed(self.words[:1, None] + _spread(np.array([step // len(firsts)])))
+                order = _shuffled(word, np.arange(count), counts)[0, 0]
+            yield rows[order[first : first + batch]]
 
     def in_order(self, first: int, rows: int) -> tuple[Integers, npt.NDArray[np.bool_]]:
         """Return n rows of each lane in their order, and which of them count, [L, n] each."""
