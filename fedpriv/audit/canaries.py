@@ -214,7 +214,8 @@ class Past:
 
     def with_release(self, name: str, release: FloatVector) -> FloatVector:
         """Return the sum [d] of a group's releases, including one more release [d]."""
-        return release + self.sums.get(name, 0.0)
+        before = self.sums.get(name)
+        return release if before is None else before + release
 
 
 def measure(

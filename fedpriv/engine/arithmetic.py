@@ -23,7 +23,6 @@ Activations = Literal["float32", "tf32", "bfloat16"]
 # while a thread forks, so that no child process inherits those of another thread.
 ARITHMETIC_LOCK = threading.RLock()
 
-_CPU = torch.device("cpu")
 _SMALLEST = torch.finfo(torch.float32).tiny
 _PER_THREAD = 2**15  # the least numbers that torch gives to a thread
 
@@ -135,16 +134,22 @@ def refuse_flushing_threads() -> None:
 
 
 @contextmanager
-def generators_apart(seed: int | None = None, device: torch.device = _CPU) -> Iterator[None]:
-    """Restore the generators of torch, NumPy and Python, which models may use, at the end.
+def generator_apart(seed: int | None = None) -> Iterator[None]:
+    """Restore torch's generator after the context; with a seed, reset it within.
 
-    With a seed, reset torch's within. All threads share the generators, so they take turns.
+    All threads share the generator, so they take turns.
     """
-    devices = [device] if device.type == "cuda" else []
-    with ARITHMETIC_LOCK, torch.random.fork_rng(devices=devices):
-        states = random.getstate(), np.random.get_state()
+    with ARITHMETIC_LOCK, torch.random.fork_rng(devices=[]):
         if seed is not None:
             torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def generators_apart(device: torch.device) -> Iterator[None]:
+    """Restore the generators of torch, NumPy and Python, which models may use, at the end."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
             yield
         finally:
@@ -173,6 +178,6 @@ def seed_generators(local_key: bytes, user: int, device: torch.device) -> None:
 @contextmanager
 def seeded(local_key: bytes, user: int, device: torch.device) -> Iterator[None]:
     """Seed all generators for a user in a round, and restore them after the context."""
-    with generators_apart(device=device):
+    with generators_apart(device):
         seed_generators(local_key, user, device)
         yield
