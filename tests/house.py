@@ -18,9 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MOST = {
-    "code lines of the product": 30_231,
+    "code lines of the product": 29_760,
     "code lines of privacy and ledger": 3_329,
-    "modules of the product": 141,
+    "modules of the product": 140,
     "names at the root of fedpriv": 2,
     "public names that stand in two modules": 6,
     "names of modules that stand twice": 2,
