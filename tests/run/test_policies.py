@@ -169,7 +169,7 @@ def test_a_run_that_goes_on_is_the_uninterrupted_one(
         ((FIXED[0], 'sampling.options={cohort_size="x"}'), "cohort_size is 'x'"),
         ((FIXED[0], "sampling.options={cohort_size=true}"), "cohort_size is True"),
         ((FIXED[0], "sampling.options={size=3}"), "has no option 'size'"),
-        ((*FIXED, "privacy.sampling_probability=0.3"), "sampling_probability is 0.3; it must be absent for"),
+        ((*FIXED, "privacy.sampling_probability=0.3"), "is 0.3; it must be absent for"),
         ((*ALLOCATION, "privacy.sampling_probability=0.3"), "sampling_probability is 0.3"),
         ((ALLOCATION[0],), "needs the option 'rounds'"),
         ((ALLOCATION[0], "sampling.options={rounds=0}"), "the schedule has 0 rounds"),
