@@ -290,9 +290,9 @@ def test_whatever_comes_to_the_port_the_server_stays_and_counts_what_is_right(
     assert server.stop() == 0
     assert server.charges() == len(witness.offers) == WAVES * (ROUNDS + 1)
     assert attackers.inputs == {"answers": 4080, "messages": 4880, "connections": 1920}
-    # Allocators move single values by several MiB either way; a leak moves all, wave by wave.
+    # Allocators and late connections move single values either way; a leak moves all, wave by wave.
     assert min(memory[-3:]) - max(memory[2:5]) < GROWTH, memory
-    assert descriptors[-1] - descriptors[1] < 10, descriptors
+    assert min(descriptors[-3:]) - max(descriptors[:3]) < 10, descriptors
     check_log(server.log)
 
 
