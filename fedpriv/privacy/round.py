@@ -280,7 +280,10 @@ class PrivacyRecords:
         for number, attempt, commitment, text in self.participation.drawn(run):
             if attempt >= self.ledger.next_attempt(run, number):
                 _log.warning("run %r drew round %d uncharged; it is charged now", run, number)
-                self.charge(_Terms.parse(text).charge((run, number, attempt), commitment))
+                terms, paid = _Terms.parse(text), self.ledger.open_series(run)
+                if paid is None or (paid.part, paid.charge.position) != (terms.part, terms.series):
+                    terms = replace(terms, part=0, series=None)  # another process took its part
+                self.charge(terms.charge((run, number, attempt), commitment))
 
     def open_series(self, event: RoundEvent, run: str) -> tuple[OpenSeries, bytes] | None:
         """Return the unfinished series of this event that the run has paid for, and its key."""
@@ -500,8 +503,7 @@ def secure_round(
     records.refuse_if_beyond(event, f"run {run}, round {number}")
     prepare(at)
     place, terms = (run, number, at.attempt), _Terms(event, entropy.randomness)
-    record = records.participation.record
-    commitment = with_room(lambda: record(*place, _NOBODY, terms=terms.text))
+    commitment = with_room(lambda: records.participation.record(*place, _NOBODY, terms=terms.text))
     try:
         open_sum = collect(at)
     finally:  # charge after every exception, since nodes have drawn users

@@ -305,6 +305,25 @@ def test_a_round_drawn_before_a_copy_was_made_is_charged_in_its_own_series_in_th
         records.ledger.verify(records.participation)
 
 
+def test_a_lost_round_whose_part_another_process_took_pays_for_a_new_series(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drawn_by_both(*_: object) -> Iterable[PartialSum]:
+        with open_records(tmp_path) as others, monkeypatch.context() as patched:
+            patched.setattr(PrivacyRecords, "charge", stop)
+            patched.setattr(PrivacyRecords, "settle", lambda *_: None)  # it began before
+            with pytest.raises(OSError, match="stopped"):
+                rounds(others, [2], entropy=FRESH)
+        return ()
+
+    with open_records(tmp_path) as records:
+        rounds(records, [1], entropy=FRESH)
+        rounds(records, [2], entropy=FRESH, collect=drawn_by_both)
+        rounds(records, [3], entropy=FRESH)
+        assert parts(records) == [(0, None), (1, 1), (0, None), (0, None)]
+        records.ledger.verify(records.participation)
+
+
 def test_another_event_begins_a_series_and_gives_the_old_one_up(tmp_path: Path) -> None:
     louder = mechanism_of(200.0)
     with open_records(tmp_path) as records:
