@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 MOST = {
     "code lines of the product": 29_760,
-    "code lines of privacy and ledger": 3_329,
+    "code lines of privacy and ledger": 3_331,
     "modules of the product": 140,
     "names at the root of fedpriv": 2,
     "public names that stand in two modules": 6,
