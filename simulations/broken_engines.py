@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from fedpriv.engine import trainer
-from fedpriv.engine.trainer import Chunk, Trainer
+from fedpriv.engine.examples import Chunk
+from fedpriv.engine.trainer import Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.ledger.events import RoundEvent, SamplingEvent
 from fedpriv.privacy import clipping, gaussian_mechanism, noise

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from fedpriv.data.population import Population
-from fedpriv.engine.examples import gathered
+from fedpriv.engine.examples import Examples
 from fedpriv.engine.products import OuterProducts
 from fedpriv.engine.schedule import Schedule
 from fedpriv.engine.side_by_side import Group
@@ -83,7 +83,7 @@ def parts_of(profile: cProfile.Profile) -> dict[str, float]:
     def seconds(*functions: Callable[..., object]) -> float:
         return sum(watched[function.__code__] for function in functions)
 
-    making, reading = seconds(OuterProducts.__getitem__), seconds(Schedule.rows, gathered)
+    making, reading = seconds(OuterProducts.__getitem__), seconds(Schedule.rows, Examples.gathered)
     return {
         "reading examples": reading,
         "training": seconds(Group.trained) - reading,

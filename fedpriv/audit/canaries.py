@@ -214,8 +214,7 @@ class Past:
 
     def with_release(self, name: str, release: FloatVector) -> FloatVector:
         """Return the sum [d] of a group's releases, including one more release [d]."""
-        before = self.sums.get(name)
-        return release if before is None else before + release
+        return release + self.sums.get(name, 0.0)
 
 
 def measure(

@@ -269,19 +269,18 @@ def mu_of_epsilon(epsilon: float, delta: float) -> float:
 
 def best_guesses(canaries: int, mu: float, error: float) -> int:
     """Return the even number of guesses, r, with the largest expected bound if G_μ is leaked."""
-    m = canaries
-    best_count, best_bound = 2 * max(1, m // 20), 0.0
+    best_count, best_bound = 2 * max(1, canaries // 20), 0.0
     for share in _SHARES:
-        half = round(m * share / 2.0)
+        half = round(canaries * share / 2.0)
         if not half:
             continue
-        # The share of ½·N(0, 1) + ½·N(μ, 1) above this threshold is half/m.
+        # The share of ½·N(0, 1) + ½·N(μ, 1) above this threshold is half/canaries.
         threshold = scipy.optimize.brentq(
-            _share_above, -40.0, _LARGEST_MU + 40.0, args=(mu, 2.0 * half / m)
+            _share_above, -40.0, _LARGEST_MU + 40.0, args=(mu, 2.0 * half / canaries)
         )
-        correct = float(ndtr(mu - threshold)) * m  # expected; the bound is interpolated
+        correct = float(ndtr(mu - threshold)) * canaries  # expected; the bound is interpolated
         below = math.floor(correct)
-        ends = [least_mu(m, 2 * half, min(c, 2 * half), error) for c in (below, below + 1)]
+        ends = [least_mu(canaries, 2 * half, min(c, 2 * half), error) for c in (below, below + 1)]
         bound = ends[0] + (correct - below) * (ends[1] - ends[0])
         if bound > best_bound:
             best_count, best_bound = 2 * half, bound

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from fedpriv.engine.arithmetic import generator_apart
+from fedpriv.engine.arithmetic import generators_apart
 from fedpriv.engine.task import matching
 from fedpriv.errors import ModelError
 from fedpriv.support.checks import check_seed, check_types, is_whole, plain_numbers
@@ -114,7 +114,7 @@ def with_adapters(
     if rank > largest:
         raise ModelError(f"the rank of adapters is {rank}; the largest of {[*names]} is {largest}")
     memo: dict[int, object] = {}
-    with generator_apart(seed):
+    with generators_apart(seed):
         for name in names:
             base = copy.deepcopy(adaptable[name], memo)
             memo[id(adaptable[name])] = Adapted(base, rank, alpha)

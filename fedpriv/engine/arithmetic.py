@@ -23,6 +23,7 @@ Activations = Literal["float32", "tf32", "bfloat16"]
 # while a thread forks, so that no child process inherits those of another thread.
 ARITHMETIC_LOCK = threading.RLock()
 
+_CPU = torch.device("cpu")
 _SMALLEST = torch.finfo(torch.float32).tiny
 _PER_THREAD = 2**15  # the least numbers that torch gives to a thread
 
@@ -134,22 +135,16 @@ def refuse_flushing_threads() -> None:
 
 
 @contextmanager
-def generator_apart(seed: int | None = None) -> Iterator[None]:
-    """Restore torch's generator after the context; with a seed, reset it within.
+def generators_apart(seed: int | None = None, device: torch.device = _CPU) -> Iterator[None]:
+    """Restore the generators of torch, NumPy and Python, which models may use, at the end.
 
-    All threads share the generator, so they take turns.
+    With a seed, reset torch's within. All threads share the generators, so they take turns.
     """
-    with ARITHMETIC_LOCK, torch.random.fork_rng(devices=[]):
+    devices = [device] if device.type == "cuda" else []
+    with ARITHMETIC_LOCK, torch.random.fork_rng(devices=devices):
+        states = random.getstate(), np.random.get_state()
         if seed is not None:
             torch.manual_seed(seed)
-        yield
-
-
-@contextmanager
-def generators_apart(device: torch.device) -> Iterator[None]:
-    """Restore the generators of torch, NumPy and Python, which models may use, at the end."""
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
             yield
         finally:
@@ -178,6 +173,6 @@ def seed_generators(local_key: bytes, user: int, device: torch.device) -> None:
 @contextmanager
 def seeded(local_key: bytes, user: int, device: torch.device) -> Iterator[None]:
     """Seed all generators for a user in a round, and restore them after the context."""
-    with generators_apart(device):
+    with generators_apart(device=device):
         seed_generators(local_key, user, device)
         yield

@@ -15,18 +15,22 @@ from torch.overrides import TorchFunctionMode
 
 from fedpriv.errors import ModelError
 
-_CTC = frozenset({functional.ctc_loss, torch.ctc_loss})
+# The names of arguments that are checked, in their order.
+_CTC = dict.fromkeys(
+    (functional.ctc_loss, torch.ctc_loss), tuple(signature(functional.ctc_loss).parameters)
+)
+_BAGS = {
+    functional.embedding_bag: ("input", "weight", "offsets"),
+    torch.embedding_bag: ("weight", "input", "offsets"),
+}
 _SAMPLING = frozenset(
     {functional.grid_sample, torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d}
 )
-_BAGS = frozenset({functional.embedding_bag, torch.embedding_bag})
 _SPARSE = frozenset(
-    {
-        *(torch.sparse_csr_tensor, torch.sparse_csc_tensor, torch.sparse_coo_tensor),
-        *(torch.sparse_bsr_tensor, torch.sparse_bsc_tensor, torch.sparse_compressed_tensor),
-    }
+    getattr(torch, f"sparse_{kind}_tensor")
+    for kind in ("bsc", "bsr", "compressed", "coo", "csc", "csr")
 )
-_BEYOND = _CTC | _SAMPLING | _BAGS | _SPARSE | {torch.segment_reduce, torch.linalg.lstsq}
+_BEYOND = {*_CTC, *_SAMPLING, *_BAGS, *_SPARSE, torch.segment_reduce, torch.linalg.lstsq}
 
 
 class WithinBounds(TorchFunctionMode):
@@ -39,10 +43,6 @@ class WithinBounds(TorchFunctionMode):
     uninitialised pivots, so another one is used.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.needed = False  # whether one of these functions was called
-
     def __torch_function__(
         self,
         function: Callable[..., Any],
@@ -51,18 +51,13 @@ class WithinBounds(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Torch calls this method instead of each of its functions."""
-        kwargs = dict(kwargs or {})
         if function not in _BEYOND:
-            return function(*args, **kwargs)
-        self.needed = True
+            return function(*args, **(kwargs or {}))
+        kwargs = dict(kwargs or {})
         if function in _CTC:
-            names = tuple(signature(functional.ctc_loss).parameters)
-            _check_labels(**(dict(zip(names, args, strict=False)) | kwargs))
+            _check_labels(**(dict(zip(_CTC[function], args, strict=False)) | kwargs))
         elif function in _BAGS:
-            first, second = ("input", "weight")[
-                :: 1 if function is functional.embedding_bag else -1
-            ]
-            _check_offsets(**(dict(zip((first, second, "offsets"), args, strict=False)) | kwargs))
+            _check_offsets(**(dict(zip(_BAGS[function], args, strict=False)) | kwargs))
         elif function in _SPARSE:
             kwargs["check_invariants"] = True
         elif function is torch.segment_reduce and {*kwargs} & {"offsets", "unsafe"}:

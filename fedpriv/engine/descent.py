@@ -3,11 +3,12 @@
 The `direction` of the round's `LocalTraining` turns gradients into steps.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from fedpriv.engine.task import RoundParameters
 from fedpriv.privacy.clipping_torch import TorchTensors
 from fedpriv.training.request import CONTROL_PREFIX, LocalStep, LocalTraining
 
@@ -21,18 +22,12 @@ def is_plain(local: LocalTraining) -> bool:
 class Descent:
     """The displacements of L users from common parameters, which are never overwritten."""
 
-    def __init__(
-        self,
-        start: TorchTensors,
-        local: LocalTraining,
-        control: TorchTensors | None = None,
-        personal: Collection[str] = (),
-    ) -> None:
+    def __init__(self, start: RoundParameters, local: LocalTraining) -> None:
         self.displacement: TorchTensors = {}  # [L, *shape]; empty before the first step
         self._memory: dict[str, tuple[Tensor, ...]] = {}  # of the algorithm, [L, *shape] each
-        self._start, self._local, self._control = start, local, control or {}
-        self._personal, self._parameters = personal, TorchTensors()
-        self._rate, self._steps, self._plain = local.rate, 0, is_plain(local)
+        self._start, self._control, self._personal = start.parameters, start.control, start.personal
+        self._local, self._rate, self._plain = local, local.rate, is_plain(local)
+        self._parameters, self._steps = TorchTensors(), 0
 
     def parameters(self, users: int) -> TorchTensors:
         """Return parameters of the first l users, [l, *shape]; the next call overwrites them."""

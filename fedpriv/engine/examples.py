@@ -1,12 +1,9 @@
 """The examples of users, gathered on the device where they train."""
 
-import itertools
 import math
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,24 +11,35 @@ import torch
 from torch import Tensor
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine.schedule import (
-    Integers,
-    Schedule,
-    batches_of,
-    counted,
-    largest_batch,
-    rounded_up,
-    rows_in_order,
-    steps_of,
-)
+from fedpriv.engine.schedule import Integers, Schedule, largest_batch, rounded_up, steps_of
 from fedpriv.engine.task import Inputs, Task, each_input
 from fedpriv.privacy.clipping_torch import TorchTensors, to_device
-from fedpriv.training.request import LocalTraining
 
 _STEPS, _ORDER = "steps.", "order."  # prefixes of rows for training, and for measuring
 _ROWS, _REAL, _WORDS = "rows", "real", "words"
 _WINDOW = 2**22  # numbers of examples that are gathered at once on a CPU
 _MEASURED = 2_000  # rows of a user alone that are measured at once
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Users who train side by side, those with the most slices first, or one who trains alone."""
+
+    users: Integers  # [n] positions in the store
+    shapes: tuple[int, ...] = ()  # numbers of lanes, largest first; empty: the user trains alone
+    width: int = 1  # W, rows of a slice
+    lean: tuple[int, ...] = ()  # layers that learn without weights
+    cost: int = 0  # rows in all slices of all lanes
+
+    @property
+    def lanes(self) -> int:
+        """L, the number of lanes at the beginning."""
+        return fewest(self.shapes, len(self.users))
+
+
+def fewest(shapes: Sequence[int], users: int) -> int:
+    """Return the smallest number of lanes in `shapes`, largest first, that holds all users."""
+    return next((lanes for lanes in reversed(shapes) if lanes >= users), 1)
 
 
 @dataclass(frozen=True)
@@ -52,9 +60,10 @@ class Batches:
 
 @dataclass(frozen=True)
 class Examples:
-    """The examples of n users in L ≥ n lanes."""
+    """The examples of n users in L ≥ n lanes, or of a user alone, in one lane."""
 
-    users: int  # n
+    chunk: Chunk
+    users: Integers  # [n] positions in the enrolled population
     schedule: Schedule
     store: UserStore
     device: torch.device
@@ -71,7 +80,7 @@ class Examples:
     @property
     def counts(self) -> Integers:
         """Number of rows of each user that count, [n]."""
-        return self.schedule.counts[: self.users]
+        return self.schedule.counts[: len(self.users)]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,15 +90,32 @@ class Examples:
         steps = len(self.slices), schedule.slices, schedule.width
         return self.lanes, *steps, blocks, int(self.rests)
 
+    @property
+    def steps(self) -> int:
+        """The largest number of steps of a user."""
+        return int(steps_of(self.counts, self.schedule.local).max())
+
     @cached_property
     def slices(self) -> list[Integers]:
         """Number of slices in which each user has rows, [n] for each step."""
-        steps = steps_of(self.counts, self.schedule.local)
-        slices, longest = largest_batch(self.counts, self.schedule.local), int(steps.max())
-        slices = -(-slices // self.schedule.width)
+        steps, longest = steps_of(self.counts, self.schedule.local), self.steps
+        slices = -(-largest_batch(self.counts, self.schedule.local) // self.schedule.width)
         if self.device.type == "cuda":  # each number of steps is captured, so few must occur
             longest = rounded_up(longest)
         return [np.where(steps > step, slices, 0) for step in range(longest)]
+
+    @property
+    def used(self) -> list[list[int]]:
+        """How many lanes hold the users who have rows in each slice of each step."""
+        if self.device.type != "cpu":  # all lanes, since their kernels are captured
+            return [[self.lanes] * self.schedule.slices for _ in self.slices]
+        return [
+            [
+                fewest(self.chunk.shapes, int((slices > number).sum()))
+                for number in range(int(slices.max()))
+            ]
+            for slices in self.slices
+        ]
 
     @cached_property
     def rests(self) -> bool:
@@ -111,7 +137,7 @@ class Examples:
             if self.resident is not None:
                 tensors[part + _ROWS] = torch.from_numpy(rows)
             else:
-                tensors |= {part + name: column for name, column in self._gathered(rows).items()}
+                tensors |= {part + name: column for name, column in self.gathered(rows).items()}
         return {name: to_device(tensor, self.device) for name, tensor in tensors.items()}
 
     def windows(self, lanes: list[int]) -> Iterator[Batches]:
@@ -122,16 +148,27 @@ class Examples:
         first = 0
         while first < len(lanes):
             per_lane = self.schedule.slices * self.schedule.width
-            numbers = lanes[first] * per_lane * numbers_of(self.store, self.task)
+            fields = (self.store.fields[name] for name in self.task.fields)
+            per_row = sum(math.prod(column.shape[1:]) for column in fields)
+            numbers = lanes[first] * per_lane * per_row
             steps = max(1, min(_WINDOW // max(1, numbers), len(lanes) - first))
             yield self._batches(*self.schedule.rows(first, steps, lanes[first]))
             first += steps
 
+    def batches(self) -> Iterator[tuple[Inputs, Tensor]]:
+        """Yield x and y of each step of the only user, [b, …], without rows that fill slices."""
+        for rows in self.schedule.batches():
+            yield self.task.given({n: t[0] for n, t in self._columns(rows[np.newaxis]).items()})
+
     def blocks(self) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
         """Yield each row to measure once: x and y [L·W, …], and which rows are real [L, W]."""
-        width, whole = self.schedule.width, self._from_given(_ORDER) if self.made_of else None
-        for first in range(0, whole.y.shape[1] if whole else int(self.counts.max()), width):
-            part = whole or self._batches(*self.schedule.in_order(first, width))
+        whole, most = self._from_given(_ORDER) if self.made_of else None, int(self.counts.max())
+        together = bool(self.chunk.shapes)
+        width = self.schedule.width if together else min(_MEASURED, most)
+        for first in range(0, whole.y.shape[1] if whole else most, width):
+            # Side by side, the size of one user must not change the shape of others.
+            size = width if together else min(width, most - first)
+            part = whole or self._batches(*self.schedule.in_order(first, size))
             start = first if whole else 0
 
             def rows(t: Tensor, start: int = start) -> Tensor:
@@ -142,108 +179,41 @@ class Examples:
     @property
     def words(self) -> Tensor:
         """A random word of each lane, [L], on the device."""
-        words = self.made_of.get(_WORDS)
-        return torch.from_numpy(self.schedule.words) if words is None else words
+        return self.made_of.get(_WORDS, torch.from_numpy(self.schedule.words))
 
     def _from_given(self, part: str) -> Batches:
-        given, columns = self.made_of, TorchTensors()
-        for name in self.task.fields:
-            if self.resident is None:
-                columns[name] = given[part + name]
-            else:
-                rows, column = given[part + _ROWS], self.resident[name]
-                selected = column.index_select(0, rows.flatten())
-                columns[name] = selected.view(*rows.shape, *column.shape[1:])
-        return Batches(*self.task.given(columns), given[part + _REAL])
+        given = {n.removeprefix(part): t for n, t in self.made_of.items() if n.startswith(part)}
+        columns = given if self.resident is None else self._selected(given[_ROWS])
+        return Batches(*self.task.given(columns), given[_REAL])
 
     def _batches(self, rows: Integers, real: npt.NDArray[np.bool_]) -> Batches:
-        columns = self.task.given(self._gathered(rows))
-        return Batches(*columns, torch.from_numpy(real).float())
-
-    def _gathered(self, rows: Integers) -> TorchTensors:
-        return gathered(self.store, self.task, rows, self.device, self.users)
-
-
-@dataclass(frozen=True)
-class OwnExamples:
-    """The examples of a user who trains alone."""
-
-    lanes: ClassVar[int] = 1
-
-    user: int  # position in the enrolled population
-    local: LocalTraining
-    key: bytes  # of the round
-    rows: slice  # in the store
-    store: UserStore
-    device: torch.device
-    task: Task
-    resident: TorchTensors | None = None  # the store's fields on the device
-
-    @property
-    def counts(self) -> Integers:
-        """Number of rows that count, [1]."""
-        return counted(np.array([self.rows.stop - self.rows.start]), self.local)
-
-    @property
-    def steps(self) -> int:
-        """Number of steps of the user."""
-        return int(steps_of(self.counts, self.local)[0])
-
-    def batches(self) -> Iterator[tuple[Inputs, Tensor]]:
-        """Yield x and y of each step, [b, …]."""
-        batches = batches_of(*self._drawn)
-        if self.resident is not None:
-            for rows in batches:
-                yield self.task.given(self._columns(rows))
-            return
-        # Read the rows of several batches at once.
-        largest = int(largest_batch(self.counts, self.local)[0])
-        at_once = max(1, _WINDOW // max(1, largest * numbers_of(self.store, self.task)))
-        while group := [*itertools.islice(batches, at_once)]:
-            columns, lengths = self._columns(np.concatenate(group)), [*map(len, group)]
-            parts = {n: torch.split(t, lengths) for n, t in columns.items()}
-            for number in range(len(group)):
-                yield self.task.given({n: batch[number] for n, batch in parts.items()})
-
-    def blocks(self) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
-        """Yield each row to measure once: x and y [n, …], and which rows are real [1, n]."""
-        rows = rows_in_order(*self._drawn)
-        for first in range(0, len(rows), _MEASURED):
-            block = rows[first : first + _MEASURED]
-            x, y = self.task.given(self._columns(block))
-            yield x, y, torch.ones((1, len(block)), dtype=torch.bool, device=self.device)
-
-    @property
-    def _drawn(self) -> tuple[int, int, int, LocalTraining, bytes]:
-        first, size = self.rows.start, self.rows.stop - self.rows.start
-        return self.user, first, size, self.local, self.key
+        counting = to_device(torch.from_numpy(real).float(), self.device)
+        return Batches(*self.task.given(self._columns(rows)), counting)
 
     def _columns(self, rows: Integers) -> TorchTensors:
-        if self.resident is not None:
-            indices = to_device(torch.from_numpy(rows), self.device)
-            return {name: column.index_select(0, indices) for name, column in self.resident.items()}
-        columns = gathered(self.store, self.task, rows, self.device, len(rows))
-        return {name: column.to(self.device, non_blocking=True) for name, column in columns.items()}
+        """Return the fields of rows [l, …] on the device."""
+        if self.resident is None:
+            return {n: to_device(t, self.device) for n, t in self.gathered(rows).items()}
+        return self._selected(to_device(torch.from_numpy(rows), self.device))
 
+    def _selected(self, rows: Tensor) -> TorchTensors:
+        """Return the resident fields of rows [l, …]."""
+        return {
+            name: column.index_select(0, rows.flatten()).view(*rows.shape, *column.shape[1:])
+            for name, column in (self.resident or {}).items()
+        }
 
-def numbers_of(store: UserStore, task: Task) -> int:
-    """Return how many numbers a task reads from one row."""
-    fields = (store.fields[name] for name in task.fields)
-    return sum(math.prod(column.shape[1:]) for column in fields)
-
-
-def gathered(
-    store: UserStore, task: Task, rows: Integers, device: torch.device, users: int
-) -> TorchTensors:
-    """Return the fields of rows [l, …] on the CPU, with zeros after the first `users` lanes."""
-    columns = TorchTensors()
-    for name in task.fields:
-        column, pinned = store.fields[name], device.type == "cuda"
-        kind = torch.from_numpy(np.empty(0, column.dtype)).dtype
-        columns[name] = torch.empty((*rows.shape, *column.shape[1:]), dtype=kind, pin_memory=pinned)
-        columns[name][users:].zero_()
-    store.take(rows[:users], {name: tensor[:users].numpy() for name, tensor in columns.items()})
-    return columns
+    def gathered(self, rows: Integers) -> TorchTensors:
+        """Return the fields of rows [l, …] on the CPU, with zeros in lanes without users."""
+        columns, users, pinned = TorchTensors(), len(self.users), self.device.type == "cuda"
+        for name in self.task.fields:
+            column = self.store.fields[name]
+            shape = *rows.shape, *column.shape[1:]
+            kind = torch.from_numpy(np.empty(0, column.dtype)).dtype
+            columns[name] = torch.empty(shape, dtype=kind, pin_memory=pinned)
+            columns[name][users:].zero_()
+        self.store.take(rows[:users], {name: t[:users].numpy() for name, t in columns.items()})
+        return columns
 
 
 def held_on(device: torch.device, columns: Mapping[str, npt.NDArray[np.generic]]) -> TorchTensors:
@@ -254,10 +224,3 @@ def held_on(device: torch.device, columns: Mapping[str, npt.NDArray[np.generic]]
         copies[name] = torch.zeros((len(column) + 1, *column.shape[1:]), dtype=kind, device=device)
         copies[name][:-1] = torch.from_numpy(np.ascontiguousarray(column))
     return copies
-
-
-def lent(columns: Mapping[str, npt.NDArray[np.generic]]) -> TorchTensors:
-    """Return fields [rows, …] as tensors in the same memory, which must not be written to."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # about arrays that are read-only
-        return {name: torch.from_numpy(column) for name, column in columns.items()}

@@ -3,7 +3,6 @@
 Threads of one process would wait for Python's lock, and most of all with small models.
 """
 
-import ctypes
 import gc
 import itertools
 import logging
@@ -26,13 +25,12 @@ import numpy as np
 import torch
 
 from fedpriv.engine.arithmetic import ARITHMETIC_LOCK
+from fedpriv.engine.examples import Chunk
 from fedpriv.engine.products import one_blas_thread
 from fedpriv.engine.schedule import Integers
-from fedpriv.engine.trainer import Chunk, ChunkSum, SimulationOnlyDropped, Trainer
+from fedpriv.engine.trainer import ChunkSum, SimulationOnlyDropped, Trainer
 from fedpriv.privacy.round import PartialSum
 from fedpriv.training.request import RoundRequest
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
 def can_fork() -> bool:
@@ -95,7 +93,6 @@ def _serve(trainer: Trainer, connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides whether this process ends
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     logging.disable()  # a model may log users' data, and handlers have lost their files
-    _keep_memory()
     gc.freeze()  # or each garbage collection would visit all inherited objects
     with computing_with(1), suppress(Exception):
         while True:
@@ -104,13 +101,6 @@ def _serve(trainer: Trainer, connection: Connection) -> None:
             for chunks in parts:
                 answer = len(chunks), trainer.sum_of(request, chunks)
                 connection.send_bytes(pickle.dumps(answer, protocol=5))
-
-
-def _keep_memory() -> None:
-    """Keep freed memory for the next chunk: fresh pages cost as much time as a layer does."""
-    with suppress(OSError, AttributeError):  # only glibc has these settings
-        for setting, size in ((_TRIM_THRESHOLD, 2**31 - 1), (_MMAP_THRESHOLD, 2**30)):
-            ctypes.CDLL(None).mallopt(setting, size)
 
 
 def _end(owner: int, process: multiprocessing.process.BaseProcess, connection: Connection) -> None:

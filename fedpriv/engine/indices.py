@@ -5,9 +5,8 @@ only their user counts as zero. On a GPU they make a kernel fail, after which it
 compute anything. So users with integers that may be refused are first tried on the CPU.
 """
 
-import copy
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import cast
 
@@ -16,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine.arithmetic import generator_apart, plain_arithmetic
+from fedpriv.engine.arithmetic import generators_apart, plain_arithmetic
 from fedpriv.engine.task import Task, called
 
 _CPU = torch.device("cpu")
@@ -26,12 +25,12 @@ class Indices:
     """Finds users of a store with integers that the model or the loss refuses in evaluation."""
 
     def __init__(self, task: Task, users: UserStore) -> None:
-        model = copy.deepcopy(task.model).eval().to(_CPU)
-        self._task, self._users = replace(task, model=model), users
+        self._task, self._users = task.evaluated(), users
+        self._task.model.to(_CPU)
         self._reasons: dict[int, Exception | None] = {}  # of users who were tried; None: accepted
-        fields = {name: users.fields[name] for name in task.fields}
         self._seen, self._suspect = np.zeros((2, users.population), np.bool_)
-        self._zeros = {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in fields.items()}
+        fields = ((name, users.fields[name]) for name in task.fields)
+        self._zeros = {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in fields}
 
     def largest(self, name: str, most: int) -> int:
         """Return the largest legal number of a field of integers or bools, at most `most`.
@@ -40,7 +39,7 @@ class Indices:
         """
         if self._zeros[name].dtype.kind == "b":
             return 1
-        return self._last_legal(name, min(most, self._ends(name)[1]))
+        return _last(partial(self._all_legal, name), min(most, self._ends(name)[1]))
 
     def check(self, users: npt.NDArray[np.int64]) -> None:
         """Raise the error of the model or the loss for the first of these users that has one.
@@ -91,7 +90,7 @@ class Indices:
         for name, column in self._zeros.items():
             if np.issubdtype(column.dtype, np.integer):
                 ends = self._ends(name)
-                least, most = (self._last_legal(name, end) for end in ends)
+                least, most = (_last(partial(self._all_legal, name), end) for end in ends)
                 if (least, most) != ends:
                     ranges[name] = least, most
         return ranges
@@ -106,9 +105,6 @@ class Indices:
         limits = np.iinfo(cast("np.dtype[np.integer]", self._zeros[name].dtype))
         return int(limits.min), int(limits.max)
 
-    def _last_legal(self, name: str, end: int) -> int:
-        return _last(partial(self._all_legal, name), end)
-
     def _all_legal(self, name: str, number: int) -> bool:
         """Return whether an example works that is zero except for this number in one field."""
         try:
@@ -119,7 +115,7 @@ class Indices:
 
     def _raised(self, columns: Mapping[str, npt.NDArray[np.generic]]) -> Exception | None:
         x, y = self._task.given({n: torch.tensor(columns[n]) for n in self._task.fields})
-        with plain_arithmetic(_CPU), torch.no_grad(), generator_apart():
+        with plain_arithmetic(_CPU), torch.no_grad(), generators_apart():
             try:
                 self._task.losses_of(called(self._task.model, {}, x), y)
             except Exception as error:
@@ -140,10 +136,6 @@ def _last(is_legal: Callable[[int], bool], end: int) -> int:
             refused = candidate
             break
         accepted = candidate
-    while refused - accepted > 1:
-        candidate = (accepted + refused) // 2
-        if is_legal(sign * candidate):
-            accepted = candidate
-        else:
-            refused = candidate
+    between = range(accepted + 1, refused)
+    accepted += bisect_left(between, 1, key=lambda number: not is_legal(sign * number))
     return sign * accepted

@@ -2,7 +2,8 @@
 
 import copy
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +18,18 @@ _FIXED = (
 """Types of values that are immutable, or are restored separately."""
 
 
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a model, not copies, by their first names."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
 class KeptModel:
     """A model, with the initial state of its tensors and of all attributes of its modules."""
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         """`names` are the parameters and buffers to restore."""
         self.model = model
-        named: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        named = named_tensors(model)
         self.tensors = {name: named[name] for name in names}
         self.numbers = {name: tensor.detach() for name, tensor in self.tensors.items()}
         self._trained = {name: tensor.requires_grad for name, tensor in self.tensors.items()}
@@ -54,25 +60,23 @@ class _Attributes:
 
     def __init__(self, module: nn.Module, memo: Mapping[int, object]) -> None:
         self._module, self._memo = module, memo
-        self._fixed, self._tables = dict[str, Any](), dict[str, Any]()
-        self._others = dict[str, Any]()
+        self._fixed, self._copies = dict[str, Any](), dict[str, Callable[[], Any]]()
         for name, value in module.__dict__.items():
             if self._is_fixed(value):
                 self._fixed[name] = value
             elif type(value).__name__ in ("dict", "OrderedDict", "set", "list") and all(
                 map(self._is_fixed, _all_in(value))
             ):
-                self._tables[name] = value.copy()
+                self._copies[name] = value.copy().copy  # of a snapshot
             else:
-                self._others[name] = self._copied(value)
+                self._copies[name] = partial(self._copied, self._copied(value))
 
     def put_back(self) -> None:
         """Restore the attributes."""
         attributes = self._module.__dict__
         attributes.clear()
         attributes |= self._fixed
-        attributes |= {name: table.copy() for name, table in self._tables.items()}
-        attributes |= {name: self._copied(value) for name, value in self._others.items()}
+        attributes |= {name: copied() for name, copied in self._copies.items()}
 
     def _is_fixed(self, value: object) -> bool:
         return isinstance(value, _FIXED) or id(value) in self._memo

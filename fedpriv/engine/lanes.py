@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from fedpriv.engine.products import LowRank, Window, convolved, multiplied
 from fedpriv.engine.schedule import random_words
+from fedpriv.engine.task import cross_entropy
 from fedpriv.errors import ModelError
 
 Arguments = tuple[Any, ...]
@@ -108,12 +109,8 @@ class Call:
         return _as_rows(self.function(*self.args, **self.options))
 
 
-@dataclass(frozen=True)
-class Done:
-    """A call and its result."""
-
-    call: Call
-    result: Any
+Done = tuple[Call, Any]
+"""A call and its result."""
 
 
 def _as_rows(result: Any) -> Any:
@@ -196,7 +193,7 @@ class Lanes(TorchFunctionMode):
         call.need(rule is not None and call.options.get("out") is None)
         result = cast(Rule, rule)(self, call)
         if self._calls is not None:
-            self._calls.append(Done(call, result))
+            self._calls.append((call, result))
         return result
 
     def mask(self, shape: torch.Size, p: float) -> Tensor:
@@ -293,22 +290,20 @@ def _along(place: int = 1, default: int | None = None) -> Rule:
     return rule
 
 
-def _flipped(_: Lanes, call: Call) -> Any:
-    x, dims = call.args[0], call.numbers
-    call.need(isinstance(x, Rows) and all(dim % x.dim() for dim in dims))
-    return call.as_rows()
-
-
-def _each_row(axes: int) -> Rule:
-    """Return the rule for functions that torch applies to each row, if there are enough axes."""
+def _of_rows(condition: Callable[[Call, Tensor], bool]) -> Rule:
+    """Return the rule for functions that torch applies to each row, under a condition."""
 
     def rule(_: Lanes, call: Call) -> Any:
-        x = call.args[0]
-        call.need(isinstance(x, Rows) and x.dim() >= axes)
-        call.need(all(isinstance(t, Rows) for t in call.tensors))
+        (x,) = call.given("input")
+        call.need(isinstance(x, Rows) and condition(call, x))
         return call.as_rows()
 
     return rule
+
+
+def _beside_two_axes(call: Call, x: Tensor) -> bool:
+    """Return whether rows are along none of the last two axes, and all tensors are rows."""
+    return x.dim() >= 3 and all(isinstance(t, Rows) for t in call.tensors)
 
 
 def _loss(_: Lanes, call: Call) -> Any:
@@ -317,7 +312,7 @@ def _loss(_: Lanes, call: Call) -> Any:
     call.need(isinstance(x, Rows) and isinstance(y, Rows) and x.dim() >= y.dim())
     call.need(not any(isinstance(t, Rows | Weights) for t in [*call.tensors][2:]))
     call.need(call.name in _OF_CLASSES or x.shape == y.shape)
-    call.need(call.options.get("reduction") == "none")
+    call.need(call.function is cross_entropy or call.options.get("reduction") == "none")
     call.need(call.options.get("reduce") is None and call.options.get("size_average") is None)
     return call.as_rows()
 
@@ -329,12 +324,6 @@ def _reshaped(_: Lanes, call: Call) -> Any:
     result = x.reshape(shape)
     call.need(result.dim() > 0 and len(result) == len(x))
     return _as_rows(result)
-
-
-def _flattened(_: Lanes, call: Call) -> Any:
-    x, start, _end = call.given("input", "start_dim", "end_dim")
-    call.need(isinstance(x, Rows) and (start or 0) % x.dim() > 0)
-    return call.as_rows()
 
 
 def _permuted(_: Lanes, call: Call) -> Any:
@@ -368,12 +357,6 @@ def _selected(_: Lanes, call: Call) -> Any:
     return _turned(result, x.axis - 1)
 
 
-def _expanded(_: Lanes, call: Call) -> Any:
-    x, shape = call.args[0], call.numbers
-    call.need(isinstance(x, Rows) and len(shape) == x.dim() and shape[0] in (-1, len(x)))
-    return call.as_rows()
-
-
 def _expanded_as(_: Lanes, call: Call) -> Any:
     x, other = call.args
     call.need(isinstance(other, Rows) and not isinstance(x, Weights))
@@ -397,19 +380,6 @@ def _filled(_: Lanes, call: Call) -> Any:
     result, rows = call.function(*call.args, **call.options), len(call.args[0])
     are_rows = isinstance(call.args[0], Rows) and result.dim() and len(result) == rows
     return _as_rows(result) if are_rows else result
-
-
-def _padded(_: Lanes, call: Call) -> Any:
-    x, sizes = call.given("input", "pad")
-    call.need(isinstance(x, Rows) and len(sizes) <= 2 * (x.dim() - 1))
-    call.need(len([*call.tensors]) == 1)
-    return call.as_rows()
-
-
-def _one_hot(_: Lanes, call: Call) -> Any:
-    x, classes = call.given("input", "num_classes")
-    call.need(isinstance(x, Rows) and classes is not None and classes > 0)
-    return call.as_rows()
 
 
 def _dropped(lanes: Lanes, call: Call) -> Any:
@@ -461,13 +431,14 @@ def _product(lanes: Lanes, call: Call) -> Any:
     return _multiplied(lanes, call, left, transposed)
 
 
-def _window_of(call: Call) -> Window:
-    """Return the window of a convolution of images or lines; MixingError for any other kind."""
+def _convolved(_: Lanes, call: Call) -> Any:
+    """Apply the rule for convolutions of images, and of lines as images of one row."""
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    x, weight, _, *sizes, groups = call.given(*names)
+    x, weight, bias, *sizes, groups = call.given(*names)
     axes = weight.dim() - 2
     call.need(isinstance(x, Rows) and x.dim() == axes + 2 and groups in (None, 1))
     call.need(not isinstance(sizes[1], str))
+    call.need(bias is None or isinstance(bias, Weights) == isinstance(weight, Weights))
 
     def both(value: Any, default: int) -> tuple[int, ...]:
         """Return a size for (height, width)."""
@@ -475,21 +446,13 @@ def _window_of(call: Call) -> Window:
         values = [*value] if isinstance(value, list | tuple) else [value]
         return (*[default] * (2 - axes), *(values * axes if len(values) == 1 else values))
 
-    kernel = (1,) * (2 - axes) + tuple(weight.shape[2:])
-    stride, padding, dilation = map(both, sizes, (1, 0, 1))
-    return Window(kernel, stride, padding, dilation)
-
-
-def _convolved(_: Lanes, call: Call) -> Any:
-    x, weight, bias = call.given("input", "weight", "bias")
-    window, lines = _window_of(call), weight.dim() == 3
-    call.need(bias is None or isinstance(bias, Weights) == isinstance(weight, Weights))
+    window = Window(both(tuple(weight.shape[2:]), 1), *map(both, sizes, (1, 0, 1)))
     images, weights = x, _with_users(weight)
-    if lines:
+    if axes == 1:
         images, weights = x.unsqueeze(2), weights.unsqueeze(3)
     biases = None if bias is None else _with_users(bias)
     y = convolved(images.permute(0, 2, 3, 1), weights, biases, window).permute(0, 3, 1, 2)
-    return _as_rows(y.squeeze(2) if lines else y)
+    return _as_rows(y.squeeze(2) if axes == 1 else y)
 
 
 def _looked_up(lanes: Lanes, call: Call) -> Any:
@@ -563,7 +526,7 @@ def _attention(_: Lanes, call: Call) -> Any:
     return call.as_rows()
 
 
-_OF_CLASSES = ("cross_entropy", "class_losses", "nll_loss")
+_OF_CLASSES = ("cross_entropy", "nll_loss")
 _ELEMENTWISE = """
     abs absolute acos add addcdiv addcmul asin atan atan2 bitwise_and bitwise_not bitwise_or
     bitwise_xor bool ceil celu clamp clamp_max clamp_min clip clone contiguous copysign cos cosh
@@ -597,11 +560,17 @@ _ALONG_ONE = """
     max mean median min narrow prod select softmax softmin sort squeeze std sum unbind unsqueeze
     var
 """
+_POOLS = [
+    f"{way}{kind}_pool{n}d"
+    for way in ("", "adaptive_")
+    for kind in ("max", "avg")
+    for n in (1, 2, 3)
+]
 _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE.split(), _pointwise),
     **dict.fromkeys(_SHAPES_AND_TYPES.split(), _public),
     **dict.fromkeys(_ALONG_ONE.split(), _along()),
-    "flip": _flipped,
+    "flip": _of_rows(lambda call, x: all(dim % x.dim() for dim in call.numbers)),
     **dict.fromkeys(("cat", "concat", "concatenate", "stack"), _along(default=0)),
     **dict.fromkeys(("chunk", "split", "tensor_split", "topk"), _along(2, 0)),
     **dict.fromkeys(("norm", "cosine_similarity"), _along(2)),
@@ -609,18 +578,22 @@ _RULES: Mapping[str, Rule] = {
     "glu": _along(default=-1),
     "unfold": _along(),
     **dict.fromkeys(("view", "reshape"), _reshaped),
-    "flatten": _flattened,
+    "flatten": _of_rows(lambda call, x: (call.given("input", "start_dim")[1] or 0) % x.dim() > 0),
     "permute": _permuted,
     **dict.fromkeys(("transpose", "swapaxes", "swapdims", "t", "T", "mT"), _transposed),
-    "expand": _expanded,
+    "expand": _of_rows(
+        lambda call, x: len(call.numbers) == x.dim() and call.numbers[0] in (-1, len(x))
+    ),
     "expand_as": _expanded_as,
     "__getitem__": _indexed,
     **dict.fromkeys(("new_zeros", "new_ones", "new_full"), _filled),
-    "pad": _padded,
-    "one_hot": _one_hot,
-    **dict.fromkeys(("tril", "triu"), _each_row(3)),
-    **{f"{kind}_pool{n}d": _each_row(3) for kind in ("max", "avg") for n in (1, 2, 3)},
-    **{f"adaptive_{kind}_pool{n}d": _each_row(3) for kind in ("max", "avg") for n in (1, 2, 3)},
+    "pad": _of_rows(
+        lambda call, x: (
+            len(call.given("input", "pad")[1]) < 2 * x.dim() and len([*call.tensors]) == 1
+        )
+    ),
+    "one_hot": _of_rows(lambda call, _: (call.given("input", "num_classes")[1] or 0) > 0),
+    **dict.fromkeys(("tril", "triu", *_POOLS), _of_rows(_beside_two_axes)),
     "dropout": _dropped,
     "linear": _linear,
     **dict.fromkeys(("matmul", "mm", "bmm", "__matmul__", "__rmatmul__"), _product),
@@ -632,7 +605,7 @@ _RULES: Mapping[str, Rule] = {
     "scaled_dot_product_attention": _attention,
     **{f"{kind}_loss": _loss for kind in ("nll", "mse", "l1", "smooth_l1", "huber")},
     **{f"binary_cross_entropy{kind}": _loss for kind in ("", "_with_logits")},
-    **dict.fromkeys(("cross_entropy", "class_losses"), _loss),
+    "cross_entropy": _loss,
 }
 _TURNED_RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_SHAPES_AND_TYPES.split(), _public),

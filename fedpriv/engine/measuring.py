@@ -21,7 +21,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from fedpriv.engine.arithmetic import generator_apart
+from fedpriv.engine.arithmetic import generators_apart
+from fedpriv.engine.bounds import WithinBounds
 from fedpriv.engine.task import Inputs, RunningNorm, Task, called, running_norms
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError, known_names
 from fedpriv.measures.figures import LOSS, Seen, Sums
@@ -116,7 +117,8 @@ def _measured(
     for seen, exists in blocks if sums else ():
         for key, measure in sums.items():
             parts = _by_user(seen, len(exists)) if key in own else [seen]
-            rows = torch.cat([measure.of_rows(part) for part in parts])
+            with WithinBounds():
+                rows = torch.cat([measure.of_rows(part) for part in parts])
             rows = torch.where(exists.reshape(-1, 1), rows, 0.0).view(*exists.shape, -1).sum(1)
             totals[key] = totals[key] + rows if key in totals else rows
     return {key: sums[key].finish(total) for key, total in totals.items()}
@@ -175,7 +177,7 @@ def check_metrics(
             _check_update_norms(metric, clipping)
             continue
         try:
-            with torch.no_grad(), generator_apart():
+            with torch.no_grad(), generators_apart():
                 values = sums.finish(sums.of_rows(measuring.seen(x, y)))  # for two users
         except FedprivError:
             raise

@@ -33,7 +33,6 @@ from torch.nn import functional
 
 _ROWS = 64  # of a product at a time; more are hardly faster, and would need more padding
 _ALIGNED = 16  # float32 numbers in a cache line
-_RUN = 16  # adjacent numbers in memory; copying fewer takes as long
 
 
 @cache
@@ -141,18 +140,11 @@ class OuterProducts:
 
     def __getitem__(self, lanes: slice) -> Tensor:
         """Return the matrices of some users, [l, out, in]."""
-        rows = max(self.ends[lanes], default=0)
-        return self._summed(self.left[lanes].transpose(1, 2), self.right[lanes], rows)
-
-    def rows(self, user: int, rows: slice) -> Tensor:
-        """Return rows of the matrix of one user, [r, in]."""
-        return self._summed(self.left[user, :, rows].t(), self.right[user], self.ends[user])
-
-    def _summed(self, left: Tensor, right: Tensor, rows: int) -> Tensor:
-        total = product(left[..., : self.block], right[..., : self.block, :])
-        for first in range(self.block, rows, self.block):
-            block = slice(first, first + self.block)
-            total += product(left[..., block], right[..., block, :])
+        left, right = self.left[lanes].mT, self.right[lanes]
+        total = product(left[..., : self.block], right[:, : self.block])
+        for first in range(self.block, max(self.ends[lanes], default=0), self.block):
+            rows = slice(first, first + self.block)
+            total += product(left[..., rows], right[:, rows])
         return total
 
     @property
@@ -197,13 +189,8 @@ def patches(images: Tensor, window: Window) -> Tensor:
     padded = functional.pad(images, (0, 0, left, left, up, up)) if up or left else images
     (kh, kw), (down, right), (dy, dx) = window.kernel, window.stride, window.dilation
     n, h, w, c = padded.stride()
-    across, further = w * right, w * dx
-    if kw * channels < _RUN:  # another copy, by columns, makes runs in memory longer
-        shape = (count, columns, padded.shape[1], kw, channels)
-        padded = padded.as_strided(shape, (n, across, h, further, c)).contiguous()
-        n, across, h, further, c = padded.stride()
     places = (count, rows, columns, kh, kw, channels)
-    view = padded.as_strided(places, (n, h * down, across, h * dy, further, c))
+    view = padded.as_strided(places, (n, h * down, w * right, h * dy, w * dx, c))
     memory = images.new_empty((*places[:3], kh * kw * channels))
     memory.view(places).copy_(view)
     return memory
@@ -318,11 +305,12 @@ class LowRank:
             _aligned_zeros(weight, lanes, rows, width) for width in reversed(weight.shape)
         )
         self._learnt = self._used = 0  # rows of a user in earlier steps, and including this step
-        self._lanes, self._present = lanes, weight.new_ones(0)
+        self._lanes = lanes
+        self._present: Tensor | None = None
 
     def begin(self, lanes: int, present: Tensor | None) -> None:
         """Begin a slice of the first l users; `present` [l] marks users with rows; None: all."""
-        self._lanes, self._present = lanes, self._present[:0] if present is None else present
+        self._lanes, self._present = lanes, present
 
     def end_step(self) -> None:
         """Apply the step that the rows since the last one have determined."""
@@ -378,9 +366,8 @@ class LowRank:
 
     def _of_present(self, rows: Tensor) -> Tensor:
         """Return rows [l, r, *] with zeros for absent users, whose rows may be NaN."""
-        if not len(self._present):
-            return rows
-        return torch.where(self._present[:, None, None], rows, 0.0)
+        present = self._present
+        return rows if present is None else torch.where(present[:, None, None], rows, 0.0)
 
 
 def _aligned_zeros(like: Tensor, lanes: int, rows: int, width: int) -> Tensor:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fedpriv.data.columns import Fields
 from fedpriv.data.population import Population
-from fedpriv.engine.arithmetic import generator_apart
+from fedpriv.engine.arithmetic import generators_apart
 from fedpriv.engine.task import (
     LOSSES,
     Task,
@@ -135,7 +135,7 @@ def outputs_of_zeros(task: Task, rows: Fields) -> tuple[int, ...] | None:
     try:
         blank = {n: np.zeros((1, *rows[n].shape[1:]), rows[n].dtype) for n in task.fields}
         x, _ = task.given({name: torch.from_numpy(column) for name, column in blank.items()})
-        with generator_apart(0), torch.no_grad():
+        with generators_apart(0), torch.no_grad():
             model = task.apart().model
             return tuple(called(model, tensors | task.constants(torch.device("cpu")), x).shape)
     except Exception:  # of whatever class; `check_task` says what is wrong

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from fedpriv.engine.kept import named_tensors
 from fedpriv.engine.task import Task
 from fedpriv.errors import DataError, ModelError
 from fedpriv.privacy.layout import Tensors
@@ -29,7 +30,7 @@ _RESULT_KEYS = ("run", "rounds", "epsilon", "delta", "unit", "relation", "random
 def released(task: Task, moved: Tensors) -> nn.Module:
     """Return a copy of a task's model in evaluation mode, with the tensors that rounds released."""
     model = copy.deepcopy(task.model).eval()
-    tensors = _named(model)
+    tensors = named_tensors(model)
     for name, array in moved.items():
         tensors[name].data = torch.tensor(array).to(tensors[name])
     return model
@@ -58,7 +59,7 @@ def released_model(
             if math.isinf(result.epsilon):  # not a number in JSON
                 release["epsilon"] = "Infinity"
     tensors, release["tied"] = _deduplicated(task.model)
-    frozen, named = frozen_of(task), _named(task.model)
+    frozen, named = frozen_of(task), named_tensors(task.model)
     release["frozen"] = {"names": [*frozen], "sha256": sha256_of(frozen)}
     moved = {id(named[name]): torch.tensor(array) for name, array in state.model.items()}
     copies = {
@@ -91,14 +92,14 @@ def read_released(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
 
 def frozen_of(task: Task) -> dict[str, Tensor]:
     """Return the tensors of a model that neither rounds nor users change, by names in the file."""
-    named, (tensors, _) = _named(task.model), _deduplicated(task.model)
+    named, (tensors, _) = named_tensors(task.model), _deduplicated(task.model)
     changing = {id(named[name]) for name in (*task.trainable(), *task.statistics())}
     return {name: tensor for name, tensor in tensors.items() if id(tensor) not in changing}
 
 
 def check_can_be_released(task: Task) -> None:
     """Raise ModelError unless a file can hold the whole state_dict of the task's model."""
-    named, (tensors, _) = _named(task.model), _deduplicated(task.model)
+    named, (tensors, _) = named_tensors(task.model), _deduplicated(task.model)
     in_file = {id(tensor) for tensor in tensors.values()}
     for name in task.trainable():
         if id(named[name]) not in in_file:
@@ -130,7 +131,7 @@ def sha256_of(tensors: Mapping[str, Tensor]) -> str:
 
 def state_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers of a model's state_dict, not copies, by all names."""
-    members = {id(tensor) for tensor in _named(model).values()}
+    members = {id(tensor) for tensor in named_tensors(model).values()}
     state = model.state_dict(keep_vars=True)  # otherwise these would be different objects
     return {name: tensor for name, tensor in state.items() if id(tensor) in members}
 
@@ -141,7 +142,3 @@ def _deduplicated(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     first_names = {id(tensor): name for name, tensor in reversed(tensors.items())}
     tied = {n: first_names[id(t)] for n, t in tensors.items() if first_names[id(t)] != n}
     return {name: tensor for name, tensor in tensors.items() if name not in tied}, tied
-
-
-def _named(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -11,6 +11,7 @@ Otherwise, users train alone.
 """
 
 import hashlib
+import itertools
 import logging
 import math
 import time
@@ -23,11 +24,12 @@ import numpy as np
 import torch
 
 from fedpriv.data.population import UserStore
+from fedpriv.engine.examples import Chunk, fewest
 from fedpriv.engine.indices import Indices
 from fedpriv.engine.lanes import MixingError
 from fedpriv.engine.schedule import Integers, counted, largest_batch, steps_of
 from fedpriv.engine.side_by_side import step_class
-from fedpriv.engine.trainer import Chunk, Trainer, fewest, sizes_of
+from fedpriv.engine.trainer import Trainer, sizes_of
 from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.training.local import ALGORITHMS
 from fedpriv.training.request import LocalTraining, RoundRequest
@@ -253,22 +255,22 @@ class _Trials:
     def check(self) -> None:
         """Raise ModelError if the model cannot be trained, or gives a user different results."""
         failure: Exception | None = None
-        for rows in _SIZES:
-            for zeros in (False, True):  # random numbers need not be legal, but zeros are
-                self._invent([rows], zeros=zeros)
-                try:
-                    user = np.zeros(1, np.int64)
-                    first, second = (self._digests(Road(), user) for _ in range(2))
-                except Exception as error:
-                    failure = failure or error
-                    continue
-                if first != second:
-                    raise ModelError(
-                        "training the same user twice gives two results; what a user gets must "
-                        "follow from its rows and the generators of torch, NumPy and Python, which "
-                        "are seeded for each user"
-                    )
-                return
+        # Random numbers need not be legal, but zeros are.
+        for rows, zeros in itertools.product(_SIZES, (False, True)):
+            self._invent([rows], zeros=zeros)
+            try:
+                user = np.zeros(1, np.int64)
+                first, second = (self._digests(Road(), user) for _ in range(2))
+            except Exception as error:
+                failure = failure or error
+                continue
+            if first != second:
+                raise ModelError(
+                    "training the same user twice gives two results; what a user gets must "
+                    "follow from its rows and the generators of torch, NumPy and Python, which "
+                    "are seeded for each user"
+                )
+            return
         kind = self.trainer.activations
         sentence = f"a user cannot be trained with {kind} activations: {failure}"
         raise ModelError(sentence) from failure
@@ -338,11 +340,9 @@ class _Trials:
         for chunk in self._chunks(road, users):
             sent = self.trainer.sent(self.request, self._start, chunk, self._store)
             for lane, user in enumerate(chunk.users.tolist()):
-                digest = hashlib.sha256()
-                for tensor in sent.values():
-                    part = tensor[lane : lane + 1].nan_to_num(torch.nan, torch.inf, -torch.inf)
-                    digest.update(part.cpu().contiguous().numpy().tobytes())
-                digests[user] = digest.digest()
+                parts = (tensor[lane : lane + 1].cpu() for tensor in sent.values())
+                numbers = (p.nan_to_num(torch.nan, torch.inf, -torch.inf).numpy() for p in parts)
+                digests[user] = hashlib.sha256(b"".join(n.tobytes() for n in numbers)).digest()
         return digests
 
     def _invent(self, sizes: Sequence[int], *, zeros: bool = False) -> None:
@@ -364,9 +364,9 @@ class _Trials:
             local = replace(self.request.local, learning_rate=rate)
             self.request = replace(self.request, local=local)
             try:
-                (chunk,) = self._chunks(Road(), np.zeros(1, np.int64))
-                moved = trainer.moved(self.request, self._start, chunk, self._store)
+                chunk = Chunk(np.zeros(1, np.int64))
+                sent = trainer.sent(self.request, self._start, chunk, self._store)
             except Exception:  # another rate would not help
                 return
-            if all(bool(torch.isfinite(update[:1]).all()) for update in moved.values()):
+            if all(bool(torch.isfinite(sent[name][:]).all()) for name in self.request.parameters):
                 return

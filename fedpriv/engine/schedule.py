@@ -84,14 +84,12 @@ class Schedule:
 
         Lanes without users have the row `blank` of the store.
         """
-        empty = lanes - len(users)
         counts, words = counted(sizes, local), _word_of(users, key)
         slices = max(1, -(-int(largest_batch(counts, local).max(initial=0)) // width))
         among = _chosen_rows(words, counts, sizes) if np.any(counts < sizes) else None
-        if among is not None:
-            among = np.pad(among, ((0, empty), (0, 0)))
-        words, counts = np.pad(words, (0, empty)), np.pad(counts, (0, empty))
-        starts = np.pad(starts, (0, empty), constant_values=blank)
+        among = None if among is None else _in_lanes(among, lanes)
+        starts = _in_lanes(starts, lanes, blank)
+        words, counts = _in_lanes(words, lanes), _in_lanes(counts, lanes)
         return cls(local, width, slices, words, starts, counts, among)
 
     def rows(self, first: int, steps: int, lanes: int) -> tuple[Integers, npt.NDArray[np.bool_]]:
@@ -102,8 +100,6 @@ class Schedule:
         powers = np.frexp(np.maximum(self.counts[:lanes], 1))[1]
         ends = [0, *(np.flatnonzero(np.diff(powers)) + 1).tolist(), lanes]
         parts = [self._rows(first, steps, slice(*pair)) for pair in itertools.pairwise(ends)]
-        if len(parts) == 1:
-            return parts[0]
         rows, real = zip(*parts, strict=True)
         return np.concatenate(rows), np.concatenate(real)
 
@@ -127,6 +123,17 @@ class Schedule:
         shape = users, steps * self.slices, self.width
         return (self.starts[lanes, None] + rows).reshape(shape), real.reshape(shape)
 
+    def batches(self) -> Iterator[Integers]:
+        """Yield the rows of each batch of the first lane, [b], which are those of `rows`."""
+        count, counts = int(self.counts[0]), self.counts[:1]
+        batch, rows = self.local.batch_size or max(1, count), self.in_order(0, count)[0][0]
+        firsts, steps = range(0, count, batch), int(steps_of(counts, self.local)[0])
+        for step, first in zip(range(steps), itertools.cycle(firsts), strict=False):
+            if first == 0:
+                word = _mixed(self.words[:1, None] + _spread(np.array([step // len(firsts)])))
+                order = _shuffled(word, np.arange(count), counts)[0, 0]
+            yield rows[order[first : first + batch]]
+
     def in_order(self, first: int, rows: int) -> tuple[Integers, npt.NDArray[np.bool_]]:
         """Return n rows of each lane in their order, and which of them count, [L, n] each."""
         places = first + np.arange(rows)
@@ -139,6 +146,13 @@ class Schedule:
         return places if self.among is None else np.take_along_axis(self.among[lanes], places, 1)
 
 
+def _in_lanes(of_users: Integers, lanes: int, empty: int = 0) -> Integers:
+    """Return numbers of users [n, …] for all lanes, [L, …]."""
+    of_lanes = np.full((lanes, *of_users.shape[1:]), empty)
+    of_lanes[: len(of_users)] = of_users
+    return of_lanes
+
+
 def mask_words(words: Tensor, step: int, number: int) -> Tensor:
     """Return random words of lanes for the masks in a slice of a step, int64 [l]."""
     return random_words(words, _MASKS + step * _SLICES + number, 1)[:, 0]
@@ -149,31 +163,6 @@ def random_words(words: Tensor, first: int, count: int) -> Tensor:
     numbers = torch.arange(first, first + count, device=words.device)
     sequences: Tensor = _mixed(words[:, None] + _spread(numbers))
     return sequences
-
-
-def batches_of(
-    user: int, start: int, size: int, local: LocalTraining, key: bytes
-) -> Iterator[Integers]:
-    """Yield the rows of each batch of one user, whose rows in the store begin at `start`."""
-    rows, count = rows_in_order(user, start, size, local, key), int(counted(np.array(size), local))
-    batch, word = local.batch_size or count, _word_of(np.array([user]), key)
-    firsts, steps = range(0, count, batch), int(steps_of(np.array(count), local))
-    for step, first in zip(range(steps), itertools.cycle(firsts), strict=False):
-        if first == 0:
-            pass_word = _mixed(word + _spread(np.array([step // len(firsts)])))
-            dice = _mixed(pass_word + _spread(np.arange(count))) ^ _SIGN
-            shuffled = rows[np.argsort(dice, kind="stable")]
-        yield shuffled[first : first + batch]
-
-
-def rows_in_order(user: int, start: int, size: int, local: LocalTraining, key: bytes) -> Integers:
-    """Return the rows of one user that count, in their order in the store."""
-    sizes = np.array([size])
-    counts = counted(sizes, local)
-    if counts[0] == size:
-        return np.arange(start, start + size)
-    rows: Integers = start + _chosen_rows(_word_of(np.array([user]), key), counts, sizes)[0]
-    return rows
 
 
 def _chosen_rows(words: Integers, counts: Integers, sizes: Integers) -> Integers:

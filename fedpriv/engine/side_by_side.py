@@ -8,7 +8,7 @@ split into slices, whose gradients are added in order.
 import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -22,7 +22,7 @@ from fedpriv.engine.arithmetic import (
 )
 from fedpriv.engine.descent import Descent, is_plain
 from fedpriv.engine.examples import Batches, Examples
-from fedpriv.engine.kept import KeptModel
+from fedpriv.engine.kept import KeptModel, named_tensors
 from fedpriv.engine.lanes import ROUNDED, Derived, Done, Lanes, MixingError, Rows, Weights
 from fedpriv.engine.products import OWN_FUNCTIONS, LowRank
 from fedpriv.engine.schedule import mask_words
@@ -100,8 +100,7 @@ class SideBySideModel:
             for name, parameter in module._parameters.items():
                 if id(parameter) in weights:
                     module._parameters[name] = weights[id(parameter)]  # type: ignore[assignment]
-        constants = (*model.named_parameters(), *model.named_buffers())
-        kept = KeptModel(model, [name for name, _ in constants if name not in trained])
+        kept = KeptModel(model, [name for name in named_tensors(model) if name not in trained])
         named = {name: weights[id(p)] for name, p in trained.items()}
         initial = task.constants(device)
         kept.copy_from({name: initial[name] for name in kept.tensors})
@@ -110,7 +109,7 @@ class SideBySideModel:
         derived = Derived(*(x.values() if isinstance(x, dict) else [x]), y, *parameters.values())
         calls = list[Done]()
         lanes = Lanes(1, lambda: torch.zeros(1, dtype=torch.int64, device=device), calls, derived)
-        with generators_apart(device):
+        with generators_apart(device=device):
             seed_generators(bytes(32), 0, device)
             before = own_generators()
             try:
@@ -126,7 +125,7 @@ class SideBySideModel:
         ):
             raise MixingError("a model that changes its buffers keeps something of other users")
         kept.put_back()
-        rounded = {d.result.numel() // len(y) for d in calls if d.call.name in ROUNDED}
+        rounded = {result.numel() // len(y) for call, result in calls if call.name in ROUNDED}
         layers = tuple(_layers(named, calls, len(y)))
         return cls(kept, named, layers, _numbers(calls) // len(y), tuple(sorted(rounded)))
 
@@ -201,8 +200,8 @@ def _layers(
 ) -> Iterator[Layer]:
     """Yield the linear layers that share no weight or bias, and are called once."""
     names = {id(w): name for name, w in weights.items()}
-    uses = Counter(id(t) for done in calls for t in done.call.tensors)
-    for call in (done.call for done in calls if done.call.name == "linear"):
+    uses = Counter(id(t) for call, _ in calls for t in call.tensors)
+    for call in (call for call, _ in calls if call.name == "linear"):
         x, weight, *bias = (t for t in call.given("input", "weight", "bias") if t is not None)
         if all(id(t) in names and uses[id(t)] == 1 for t in (weight, *bias)):
             keys = tuple(names[id(t)] for t in (weight, *bias))
@@ -211,10 +210,10 @@ def _layers(
 
 def _numbers(calls: Sequence[Done]) -> int:
     """Return how many numbers were computed, including the patches of convolutions."""
-    results = [done.result for done in calls if isinstance(done.result, Rows)]
+    results = [result for _, result in calls if isinstance(result, Rows)]
     memory = {r.untyped_storage().data_ptr(): r.untyped_storage().nbytes() for r in results}
     total = sum(memory.values()) // 4  # a result may be a view of new memory
-    for call, result in ((done.call, done.result) for done in calls):
+    for call, result in calls:
         if call.name in ("conv1d", "conv2d"):
             _, weight = call.given("input", "weight")
             total += result.numel() // weight.shape[0] * weight[0].numel()
@@ -227,20 +226,18 @@ class Group:
     def __init__(
         self,
         model: SideBySideModel,
-        task: Task,
         start: RoundParameters,
         examples: Examples,
-        lean: Sequence[int],
-        local: LocalTraining,
         activations: Activations,
     ) -> None:
-        self._model, self._task, self._examples = model, task, examples
+        self._model, self._task, self._examples = model, examples.task, examples
         self._activations, self._slices = activations, examples.schedule.slices
         self._names = [*start.parameters]
         model.kept.put_back()
         model.kept.copy_from(start.constants)
-        self._lean = [model.layers[number] for number in lean]
+        self._lean = [model.layers[number] for number in examples.chunk.lean]
         steps, width = len(examples.slices), examples.schedule.width
+        local = examples.schedule.local
         settings = start.parameters, examples.lanes, steps, width, local.rate
         self._learning = {layer.keys[0]: layer.learning(*settings) for layer in self._lean}
         unused = {key for layer in self._lean for key in layer.keys}
@@ -250,15 +247,14 @@ class Group:
             for n, p in start.parameters.items()
             if n not in unused
         }
-        self._descent = Descent(parameters, local, start.control, start.personal)
+        self._descent = Descent(replace(start, parameters=parameters), local)
 
-    def trained(self, lanes: Sequence[Sequence[int]]) -> Updates:
+    def trained(self) -> Updates:
         """Train all users, and return how far they move, [L, *shape] by name.
 
         This includes personal parameters, and the control variates of an algorithm that has them.
-        `lanes` says, for each step and slice, how many lanes hold the users who have rows in it.
         """
-        step = 0
+        step, lanes = 0, self._examples.used
         for window in self._examples.windows([slices[0] for slices in lanes]):
             shares = window.shares(self._task, self._slices)
             for first in range(0, shares.shape[1], self._slices):

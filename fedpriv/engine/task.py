@@ -22,13 +22,13 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from fedpriv.engine.arithmetic import Activations
 from fedpriv.engine.bounds import WithinBounds
+from fedpriv.engine.kept import named_tensors
 from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.measures.figures import ALWAYS, SCORES_FIRST, Seen, figure_of
 from fedpriv.measures.metrics import MetricFunction
-from fedpriv.privacy.clipping_torch import TorchTensors, to_device
+from fedpriv.privacy.clipping_torch import TorchTensors
 from fedpriv.support.checks import check_types, plain_numbers, require
 from fedpriv.support.importing import import_function
-from fedpriv.training.request import RoundRequest
 
 HeldOut = Mapping[str, npt.NDArray[np.generic]]
 """Rows of no enrolled user, by field; with a field `HELD_OUT_USER`, figures are also by user."""
@@ -37,25 +37,19 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 Inputs = Tensor | dict[str, Tensor]
 """The inputs of a model: one tensor [B, …], or several tensors by the names of its arguments."""
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_LEAST_SHARE = 2.0**-60
 _IGNORED = -100  # the target that torch's losses ignore
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the cross-entropy [B, …] of class scores [B, K, …] against classes [B, …].
 
-    ModelError: K is 1, or the targets are not classes.
-    """
-    return class_losses(outputs, targets, reduction="none")
-
-
-def class_losses(outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
-    """Return `torch.nn.functional.cross_entropy`, in a third of the time for contiguous scores.
-
-    ModelError: there is one score, or the targets are not classes.
+    For contiguous scores it takes a third of the time of torch's. ModelError: K is 1, or the
+    targets are not classes.
     """
     if has_torch_function((outputs, targets)):
         both = outputs, targets
-        found: Tensor = handle_torch_function(class_losses, both, *both, reduction=reduction)
+        found: Tensor = handle_torch_function(cross_entropy, both, *both)
         return found
     # With one score the loss would be 0, whatever the model learns.
     if outputs.dim() > 1 and outputs.shape[1] == 1:
@@ -81,9 +75,9 @@ def class_losses(outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
         )
     if outputs.dim() == targets.dim() + 1 > 2 and outputs.stride(1) == 1:
         scores = outputs.movedim(1, -1).flatten(0, -2)
-        losses = functional.cross_entropy(scores, targets.flatten(), reduction=reduction)
-        return losses.view(targets.shape) if reduction == "none" else losses
-    return functional.cross_entropy(outputs, targets, reduction=reduction)
+        losses = functional.cross_entropy(scores, targets.flatten(), reduction="none")
+        return losses.view(targets.shape)
+    return functional.cross_entropy(outputs, targets, reduction="none")
 
 
 def binary_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -322,8 +316,8 @@ class Task:
         They are frozen parameters, buffers, and the initial values of personal parameters.
         """
         sent = self.trainable().keys() - set(self.personal)
-        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        return {n: t.detach().to(device) for n, t in tensors.items() if n not in sent}
+        tensors = named_tensors(self.model).items()
+        return {n: t.detach().to(device) for n, t in tensors if n not in sent}
 
     def losses_of(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the loss of each example [B], from the model's outputs [B, …] and targets [B, …].
@@ -347,24 +341,10 @@ class Task:
         shares = self.shares(y)  # the loss itself averaged over an example's targets
         return torch.where(shares > 0.0, means * shares, 0.0)
 
-    def summed_loss(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of the losses of a batch, and the divisor that makes it their mean.
-
-        The divisor is the sum of shares, or for cross-entropy the number of targets that count; it
-        is 1 if no target counts.
-        """
-        if self.loss is not cross_entropy:
-            counted = self.shares(y).sum()
-            return self.losses_of(outputs, y).sum(), torch.where(counted > 0.0, counted, 1.0)
-        counts, given = self.counts(y), y
-        if counts is None:
-            targets = outputs.numel() // outputs.shape[1]  # y may hold probabilities of classes
-            return class_losses(outputs, y, "sum"), outputs.new_full(
-                (), targets, dtype=torch.float32
-            )
-        if self.ignore_index != _IGNORED:
-            given = torch.where(counts, y.long(), _IGNORED)
-        return class_losses(outputs, given, "sum"), counts.sum().clamp_(min=1)
+    def mean_loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return the mean loss of a batch over all targets that count; 0 if none does."""
+        # Without a target that counts, losses are 0.
+        return self.losses_of(outputs, y).sum() / self.shares(y).sum().clamp(min=_LEAST_SHARE)
 
     def seen(
         self, outputs: Tensor, y: Tensor, moments: Mapping[str, Sequence[Tensor]] | None = None
@@ -443,23 +423,6 @@ class RoundParameters:
     control: TorchTensors = field(default_factory=dict)
     personal: tuple[str, ...] = ()  # names of the parameters that stay with users
 
-    @classmethod
-    def of(
-        cls,
-        request: RoundRequest,
-        constants: TorchTensors,
-        device: torch.device,
-        personal: tuple[str, ...] = (),
-    ) -> "RoundParameters":
-        """Copy a request's tensors to a device; its statistics replace those of the constants."""
-        parameters, statistics, control = (
-            {name: to_device(torch.tensor(array), device) for name, array in tensors.items()}
-            for tensors in (request.parameters, request.statistics, request.control)
-        )
-        parameters |= {name: constants[name] for name in personal}
-        constants = {n: t for n, t in constants.items() if n not in personal}
-        return cls(parameters, constants | statistics, control, personal)
-
 
 def each_input(change: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
     """Return a model's inputs with `change` applied to each tensor."""
@@ -481,14 +444,16 @@ def called(model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor
 def outputs_of(model: nn.Module, x: Inputs, activations: Activations = "float32") -> Tensor:
     """Return the outputs of a model with its own tensors; float32 if activations are bfloat16.
 
-    If the model returns an object with `logits`, these are the outputs; ModelError if it has none.
+    Functions of torch stay `WithinBounds`. If the model returns an object with `logits`, these are
+    the outputs; ModelError if it has none.
     """
     if activations == "bfloat16":
         device = next(iter(x.values())).device if isinstance(x, dict) else x.device
         # Users' weights are cast again in each step, so a cache has no use.
         with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
             return outputs_of(model, x).float()
-    found = model(**x) if isinstance(x, dict) else model(x)
+    with WithinBounds():
+        found = model(**x) if isinstance(x, dict) else model(x)
     return found if isinstance(found, Tensor) else _logits_of(found)
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from fedpriv.engine.arithmetic import generator_apart
+from fedpriv.engine.arithmetic import generators_apart
 from fedpriv.engine.reading import outputs_of_zeros
 from fedpriv.engine.task import (
     LOSSES,
@@ -257,9 +257,8 @@ class _Tried:
         if type(local) not in (LocalTraining, SGD):
             return ()
         rate, steps = local.at(1).rate, max(local.epochs or 1, local.steps or 1)
-        several, start = steps > 1, _trained(self.task)
-        moved = start
-        for _ in range(1 + several):
+        moved = _trained(self.task)
+        for _ in range(min(steps, 2)):
             ones = torch.ones(len(self.y))
             gradients = _differentiated(self.task, moved, self.x, self.y, ones)[2]
             moved = moved | {name: moved[name] - rate * g for name, g in gradients.items()}
@@ -283,7 +282,7 @@ def _differentiated(
     """Return outputs, losses [n], and gradients of their weighted mean by trained tensors."""
     constants = task.constants(torch.device("cpu"))
     trained = {n: p.clone().requires_grad_() for n, p in (_trained(task) | moved).items()}
-    with torch.enable_grad(), generator_apart(0):
+    with torch.enable_grad(), generators_apart(0):
         outputs = called(task.model, _cloned(constants) | trained, each_input(torch.clone, x))
         losses = task.losses_of(outputs, y)
         mean = (losses * weights).mean()
@@ -355,7 +354,7 @@ def _check_losses(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> No
         outputs = called(task.model, tensors, x)
         with torch.enable_grad():
             losses = task.losses_of(outputs.detach(), y)
-        with torch.enable_grad(), generator_apart():
+        with torch.enable_grad(), generators_apart():
             sent = {name: tensors[name].clone().requires_grad_() for name in task.parameters()}
             trained = task.losses_of(called(task.model, {**tensors, **sent}, x), y)
     except Exception as error:
@@ -463,7 +462,7 @@ def _check_apart(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> Non
 
 
 def _draws(model: nn.Module, tensors: TorchTensors, x: Inputs) -> bool:
-    with generator_apart(), torch.no_grad():
+    with generators_apart(), torch.no_grad():
         before = torch.random.get_rng_state()
         called(model, tensors, x)
         return not torch.equal(before, torch.random.get_rng_state())
@@ -509,5 +508,5 @@ def _cloned(tensors: TorchTensors) -> TorchTensors:
 
 def _outputs_once(model: nn.Module, tensors: TorchTensors, x: Inputs) -> Tensor:
     """Return outputs, with the same dropout masks each time; torch's generator stays as it was."""
-    with generator_apart(0), torch.no_grad():
+    with generators_apart(0), torch.no_grad():
         return called(model, tensors, x)

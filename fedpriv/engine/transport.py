@@ -26,7 +26,7 @@ from fedpriv.engine.task import Task
 from fedpriv.engine.trainer import ChunkSum, SimulationOnlyDropped, Trainer, blank, sizes_of
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.round import PartialSum
-from fedpriv.support.checks import hold_numbers, require
+from fedpriv.support.checks import check_ranges, hold_numbers, require
 from fedpriv.training.request import RoundRequest, Transport
 
 _log = logging.getLogger(__name__)
@@ -56,9 +56,7 @@ class Engine:
             self.path in get_args(Path),
             f"path is {self.path!r}; it must be one of {', '.join(get_args(Path))}",
         )
-        for name in ("chunk_mebibytes", "processes"):
-            number = getattr(self, name)
-            require(number is None or number > 0, f"{name} is {number}; it must be at least 1")
+        check_ranges(self, chunk_mebibytes="whole?", processes="whole?")
         activations_named(self.activations, device_named(self.device))
 
 
@@ -127,6 +125,7 @@ class InProcessTransport(Transport):
     most_rows: int | None = None
     # How users train, by kind of round and machine; may include decisions of other processes.
     roads: dict[Hashable, Road] = field(default_factory=dict, compare=False)
+    _idle: list[Fork] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         activations_named(self.activations, self.device)
@@ -268,7 +267,3 @@ class InProcessTransport(Transport):
             observed=self.observer is not None,
             naming=self.on_dropped is not None,
         )
-
-    @cached_property
-    def _idle(self) -> list[Fork]:
-        return []

@@ -21,12 +21,11 @@ from fedpriv.analytics import Answer, Survey, VectorQuestion, ask
 from fedpriv.analytics.questions import QuantityFunction, UserValues, sampling_spread
 from fedpriv.data.columns import Fields
 from fedpriv.data.population import UserStore, offsets_of, spread_over
+from fedpriv.engine.alone import AloneModel
 from fedpriv.engine.arithmetic import plain_arithmetic, seeded
-from fedpriv.engine.bounds import WithinBounds
 from fedpriv.engine.indices import Indices
-from fedpriv.engine.kept import KeptModel
 from fedpriv.engine.measuring import Measuring, mean_metric
-from fedpriv.engine.task import Task, outputs_of
+from fedpriv.engine.task import RoundParameters, Task, outputs_of
 from fedpriv.errors import BudgetExceededError, FedprivError, InvalidValueError, ModelError
 from fedpriv.evaluation.personalisation import FineTuning, Personalisation
 from fedpriv.ledger.events import RoundEvent, check_query
@@ -126,23 +125,21 @@ def questions_about(
             and to the examples to measure.
     """
     with plain_arithmetic(_CPU):
-        evaluated = task.evaluated()
-        shared = {n: t.clone() for n, t in evaluated.constants(_CPU).items()}
-        shared |= {n: torch.tensor(t) for n, t in model.items()}
-    kept = KeptModel(evaluated.model, shared)
+        alone = AloneModel(task, _CPU)
+        shared = task.constants(_CPU) | {n: torch.tensor(t) for n, t in model.items()}
 
     def values(metric: Metric, fields: Fields) -> npt.NDArray[np.float64]:
         personal_tensors, examples = personal(fields)
         tensors = shared | {n: torch.tensor(t) for n, t in personal_tensors.items()}
         # In evaluation too, a model may draw random numbers and change its buffers. A user's result
         # must not depend on earlier users, so each gets the same model and the same seed.
-        with plain_arithmetic(_CPU), seeded(_KEY, 0, _CPU), WithinBounds():
-            kept.copy_from(tensors)
-            measuring = Measuring(evaluated, kept.model, partial(outputs_of, kept.model))
-            try:
-                value = mean_metric(measuring, examples, metric)
-            finally:
-                kept.put_back()
+        with (
+            plain_arithmetic(_CPU),
+            seeded(_KEY, 0, _CPU),
+            alone.begun(RoundParameters(tensors, {}), training=False) as evaluated,
+        ):
+            measuring = Measuring(task, evaluated, partial(outputs_of, evaluated))
+            value = mean_metric(measuring, examples, metric)
         return value.reshape(len(value), -1) if metric.shape else value
 
     return tuple(Measured(EVALUATION_PREFIX + m.name, partial(values, m), m) for m in metrics)

@@ -17,9 +17,11 @@ import numpy as np
 import torch
 
 from fedpriv.data.population import HELD_OUT_USER, UserStore, offsets_of, spread_over
+from fedpriv.engine.arithmetic import plain_arithmetic
+from fedpriv.engine.examples import Chunk
 from fedpriv.engine.roads import road_of
 from fedpriv.engine.task import HeldOut, RoundParameters, Task, matching
-from fedpriv.engine.trainer import Chunk, Trainer
+from fedpriv.engine.trainer import Trainer
 from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.evaluation.held_out import Evaluation, evaluate
 from fedpriv.privacy.clipping import Clipping
@@ -92,45 +94,43 @@ class FineTuning:
         for name, parameter in trained.named_parameters():
             parameter.requires_grad_(name in personal)
         self._task = replace(task, model=trained, personal=(), metrics={}, figures={})
-        self._personal, self._local, self._device = personal, how.local, device
+        self._personal, self._device = personal, device
         self._forgiving = forgiving
         self._constants = task.constants(device)
         self._trainer = Trainer(self._task, users, None, device, _MEMORY, "float32")
-        population = max(1, users.population)
-        # Not timed, so that a repetition gives the same models.
-        self._road = road_of(self._trainer, self._request(), "auto", population, None, timed=False)
-
-    def _request(self) -> RoundRequest:
         parameters = self._task.parameters()
         layout = Layout.of(parameters)
         clipping = Clipping(layout, flat(layout, 1.0))  # unused
-        users = np.empty(0, np.int64)
-        return RoundRequest("", 1, 0, parameters, clipping, self._local, users, bytes(32))
+        nobody = np.empty(0, np.int64)
+        self._request = RoundRequest("", 1, 0, parameters, clipping, how.local, nobody, bytes(32))
+        with plain_arithmetic(device):  # not timed, so that a repetition gives the same models
+            limits = max(1, users.population), None
+            self._road = road_of(self._trainer, self._request, "auto", *limits, timed=False)
 
     def models(self, model: Tensors, users: UserStore) -> Iterator[tuple[int, Tensors]]:
         """Yield the number of each user, in any order, and the tensors that it trained, by name."""
         device, everyone = self._device, np.arange(users.population)
         tensors = self._constants | {n: torch.tensor(t, device=device) for n, t in model.items()}
         initial = {name: tensors.pop(name) for name in self._personal}
-        start, request = RoundParameters(initial, tensors), self._request()
+        start = RoundParameters(initial, tensors)
         for user in np.flatnonzero(users.sizes == 0).tolist():
             yield user, {name: t.cpu().numpy() for name, t in initial.items()}
-        for chunk in self._road.chunks(self._trainer, self._local, everyone, users.sizes):
-            yield from self._tuned(request, start, chunk, users)
+        for chunk in self._road.chunks(self._trainer, self._request.local, everyone, users.sizes):
+            yield from self._tuned(start, chunk, users)
 
     def _tuned(
-        self, request: RoundRequest, start: RoundParameters, chunk: Chunk, users: UserStore
+        self, start: RoundParameters, chunk: Chunk, users: UserStore
     ) -> Iterator[tuple[int, Tensors]]:
         """Yield the users of a chunk and their tensors; if forgiving, bisect a chunk that fails."""
         initial = start.parameters
         try:
-            moved = self._trainer.moved(request, start, chunk, users)
+            moved = self._trainer.sent(self._request, start, chunk, users)
         except Exception as error:
             if not self._forgiving:
                 raise
             if len(chunk.users) > 1:
                 for half in np.array_split(chunk.users, 2):
-                    yield from self._tuned(request, start, replace(chunk, users=half), users)
+                    yield from self._tuned(start, replace(chunk, users=half), users)
                 return
             # The message of the error may hold the user's data.
             _log.warning("a user keeps the model: training raised %s", type(error).__name__)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from fedpriv.engine.arithmetic import generator_apart
+from fedpriv.engine.arithmetic import generators_apart
 from fedpriv.errors import ModelError
 from fedpriv.support.importing import call_imported, import_function, raised_with
 
@@ -59,7 +59,7 @@ def build_model(name: str, options: Mapping[str, object], seed: int) -> nn.Modul
     """
     what = f"model {name!r}"
     build = import_function(what, name, ModelError, MODELS)
-    with generator_apart(seed):
+    with generators_apart(seed):
         model = call_imported(what, build, options, ModelError, raised_with)
     if not isinstance(model, nn.Module):
         raise ModelError(f"{name!r} returned a {type(model).__name__}; it must return a nn.Module")

@@ -1,11 +1,9 @@
 """Metrics that users report next to updates: names, bounds, and how rows of a user give them."""
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from types import UnionType
 from typing import cast
 
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor
 from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.measures.figures import Seen, Sums, hits, losses
 from fedpriv.privacy.gaussian_mechanism import Metric
-from fedpriv.support.checks import plain_numbers, require
+from fedpriv.support.checks import check_range, plain_numbers, require
 from fedpriv.support.importing import check_options, import_function
 
 MetricFunction = Callable[[Tensor, Tensor], Tensor]
@@ -71,16 +69,10 @@ def _check_number(name: str, number: str, value: object) -> None:
     several = number in ("shape", "thresholds")
     if several and not isinstance(value, list | tuple):
         raise InvalidValueError(f"{number} of metric {name!r} is {value!r}; it must be a list")
-    kind: type | UnionType = int | float
-    least, form = math.ulp(0.0), "a positive number"
-    if number in ("channels", "classes", "shape"):
-        kind, least, form = int, 1, "a whole number of at least 1"
-    elif number == "centre":
-        least, form = -sys.float_info.max, "a number"
-    for element in cast(Sequence[float], value) if several else [cast(float, value)]:
-        if not isinstance(element, kind) or not least <= element < math.inf:
-            must = "each must" if several else "it must"
-            raise InvalidValueError(f"{number} of metric {name!r} is {value!r}; {must} be {form}")
+    whole = number in ("channels", "classes", "shape")
+    legal = "whole" if whole else "(-inf, inf)" if number == "centre" else "(0, inf)"
+    for element in cast(Sequence[float], value) if several else [value]:
+        check_range(f"{number} of metric {name!r}", element, legal)
 
 
 def _from_zero(name: str, bound: float) -> Metric:
@@ -114,7 +106,7 @@ def sums_of(metric: Metric, task_metrics: Mapping[str, MetricFunction]) -> Sums 
     if name in _OF_EXAMPLES:
         limit = "the task's own metric of that name must have another"
         require(name not in task_metrics, f"metric {name!r} is built in; {limit}")
-        return _OF_EXAMPLES[name].sums(metric)
+        return _OF_EXAMPLES[name][1](metric)
     if name in task_metrics:
         return _of_function(task_metrics[name], metric)
     hint = known_names(name, [*_OF_EXAMPLES, f"{_UPDATE_NORMS}:GROUP", *task_metrics])
@@ -126,17 +118,9 @@ def _factory(name: str) -> Callable[..., Metric]:
     if group_of(name):
         return _norm_indicators
     if name in _OF_EXAMPLES:
-        return _OF_EXAMPLES[name].make
+        return _OF_EXAMPLES[name][0]
     hint = known_names(name, [*_OF_EXAMPLES, f"{_UPDATE_NORMS}:GROUP", "module:function"])
     raise InvalidValueError(f"unknown metric {name!r}; {hint}")
-
-
-@dataclass(frozen=True)
-class _OfExamples:
-    """A metric of examples."""
-
-    make: Callable[..., Metric]  # from its name and the numbers that `metric` takes
-    sums: Callable[[Metric], Sums]
 
 
 def _in_ball(of_rows: Callable[[Seen], Tensor]) -> Callable[[Metric], Sums]:
@@ -233,17 +217,20 @@ def _mean_over(
     return Sums(of_rows, finish)
 
 
-_OF_EXAMPLES = {
-    "loss": _OfExamples(_from_zero, _in_ball(losses)),
-    "accuracy": _OfExamples(lambda name: _from_zero(name, 1.0), _in_ball(hits)),
-    "examples": _OfExamples(
-        lambda name, cap: replace(_from_zero(name, cap), options=(float(cap),)), _examples
+_OF_EXAMPLES: Mapping[str, tuple[Callable[..., Metric], Callable[[Metric], Sums]]] = {
+    "loss": (_from_zero, _in_ball(losses)),
+    "accuracy": (lambda name: _from_zero(name, 1.0), _in_ball(hits)),
+    "examples": (
+        lambda name, cap: replace(_from_zero(name, cap), options=(float(cap),)),
+        _examples,
     ),
-    "label-counts": _OfExamples(
-        lambda name, classes, bound: Metric(name, (classes,), radius=float(bound)), _label_counts
+    "label-counts": (
+        lambda name, classes, bound: Metric(name, (classes,), radius=float(bound)),
+        _label_counts,
     ),
-    "batch-norm": _OfExamples(
+    "batch-norm": (
         lambda name, channels, bound: Metric(name, (2 * channels,), radius=float(bound)),
         _batch_norm,
     ),
 }
+"""How a metric of examples is made from its name and the numbers of `metric`, and its sums."""

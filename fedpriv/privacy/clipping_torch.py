@@ -50,7 +50,6 @@ Updates = Mapping[str, BatchedTensor]
 # caches costs more than the arithmetic; a GPU needs more numbers to be busy.
 _NUMBERS = 2**20
 _NUMBERS_CUDA = 2**26
-_MADE_AT_ONCE = 2**19  # numbers of a matrix computed from its factors; fewer rows are slower
 _ALIGNED = 8  # rows start where a vector instruction reads a whole cache line
 _PASSED_ON = 2**16  # up to this many bytes CUDA sends pageable memory along with the command
 
@@ -105,15 +104,9 @@ def add_contributions(
 
 def _blocks_of(updates: Updates, user: int, name: str) -> Iterator[npt.NDArray[np.float32]]:
     """Yield the numbers of one user's tensor, block by block."""
-    update = updates[name]
-    rows = getattr(update, "rows", None)  # None unless the tensor computes rows on demand
-    count = max(1, _MADE_AT_ONCE // update.shape[-1]) if rows else 1
-    starts = range(0, update.shape[1] if rows else 1, count)
-    for start in starts:
-        part = rows(user, slice(start, start + count)) if rows else update[user : user + 1]
-        numbers = part.reshape(-1).numpy()
-        for first in range(0, len(numbers), MOST_IN_BLOCK):
-            yield numbers[first : first + MOST_IN_BLOCK]
+    numbers = updates[name][user : user + 1].reshape(-1).numpy()
+    for first in range(0, len(numbers), MOST_IN_BLOCK):
+        yield numbers[first : first + MOST_IN_BLOCK]
 
 
 def lane_weights(clipping: Clipping, weights: npt.NDArray[np.int64], lanes: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ Array = npt.NDArray[np.float64]
 Parameters = Mapping[str, npt.NDArray[np.float32]]
 Average = Mapping[str, Array]
 Moments = Mapping[str, Array]
+Settings = TypeVar("Settings")
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,19 @@ class PowerDecay(_Schedule):
         return float(self.start / number**self.power)
 
 
+def schedules_of(settings: object) -> dict[str, RateSchedule]:
+    """Return the schedules among the fields of an optimiser or of local training, by name."""
+    return {
+        name: value for name, value in vars(settings).items() if isinstance(value, RateSchedule)
+    }
+
+
+def at_round(settings: Settings, number: int) -> Settings:
+    """Return settings for a round, from 1, with each schedule replaced by its rate."""
+    rates = {name: schedule.at(number) for name, schedule in schedules_of(settings).items()}
+    return cast(Settings, replace(cast(Any, settings), **rates)) if rates else settings
+
+
 SCHEDULES: Mapping[str, type[RateSchedule]] = {  # values of learning_rate.schedule
     "polynomial": PolynomialDecay,
     "cosine": CosineDecay,
@@ -164,16 +178,7 @@ class ServerOptimizer(ABC):
 
     def at(self, number: int) -> Self:
         """Return the optimiser for a round, from 1, with each schedule replaced by its rate."""
-        found = {name: value.at(number) for name, value in self.schedules.items()}
-        placed: Self = replace(cast(Any, self), **found) if found else self
-        return placed
-
-    @property
-    def schedules(self) -> Mapping[str, RateSchedule]:
-        """The optimiser's schedules, by the name of their field."""
-        return {
-            name: value for name, value in vars(self).items() if isinstance(value, RateSchedule)
-        }
+        return at_round(self, number)
 
     def init(self, parameters: Parameters) -> OptimizerState:  # noqa: ARG002
         """Return the state before the first round; by default it has no moments."""

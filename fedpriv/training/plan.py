@@ -29,7 +29,7 @@ from fedpriv.privacy.gaussian_mechanism import (
 from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup, check_partition
 from fedpriv.privacy.sampling import Sampling
 from fedpriv.support.checks import check_ranges, epsilon_up, hold_numbers, text_down
-from fedpriv.training.optimizers import FedAvg, Parameters, RateSchedule, ServerOptimizer
+from fedpriv.training.optimizers import FedAvg, Parameters, ServerOptimizer, schedules_of
 from fedpriv.training.request import ControlVariates, LocalTraining
 
 BATCH_NORM_METRIC = "batch-norm"  # the metric that moves running statistics
@@ -174,10 +174,9 @@ class TrainingPlan:
             needed = f"a metric {BATCH_NORM_METRIC!r} of shape {self.statistics.shape}"
             found = f"the plan has {found_shape or 'none'}"
             raise InvalidValueError(f"running statistics move by {needed}; {found}")
-        for number in range(1, self.rounds + 1) if self.optimizer.schedules else ():
-            self.optimizer.at(number)  # raises if a learning rate is out of range
-        for number in range(1, self.rounds + 1) if self._local_schedules else ():
-            self.local.at(number)
+        for settings in (self.optimizer, self.local):
+            for number in range(1, self.rounds + 1) if schedules_of(settings) else ():
+                settings.at(number)  # raises if a learning rate is out of range
         if self.adaptive is not None and self.sampling.rounds > 1:
             raise InvalidValueError(
                 f"clipping norms adapt and {self.sampling.event().policy} sampling charges "
@@ -288,16 +287,11 @@ class TrainingPlan:
         """The control variates that users send with their update; None if they send none."""
         return self.local.control
 
-    @property
-    def _local_schedules(self) -> tuple[RateSchedule, ...]:
-        rate = self.local.learning_rate
-        return (rate,) if isinstance(rate, RateSchedule) else ()
-
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the whole plan; equal plans have equal digests."""
-        parts = (self.optimizer, *self.optimizer.schedules.values(), *self._local_schedules)
-        kinds = " ".join(type(part).__name__ for part in parts)
+        schedules = (*schedules_of(self.optimizer).values(), *schedules_of(self.local).values())
+        kinds = " ".join(type(part).__name__ for part in (self.optimizer, *schedules))
         fields = {**asdict(self), "optimizer_class": kinds}
         text = json.dumps(fields, sort_keys=True, separators=(",", ":"), default=_unwritable)
         return hashlib.sha256(text.encode()).hexdigest()

@@ -18,7 +18,7 @@ from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup
 from fedpriv.privacy.round import OpenedSum, PartialSum
 from fedpriv.secure_sums.simulation import simulated_nodes
 from fedpriv.support.checks import check_range, check_ranges, hold_plain_numbers
-from fedpriv.training.optimizers import Rate, RateSchedule
+from fedpriv.training.optimizers import Rate, RateSchedule, at_round
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,10 +130,7 @@ class LocalTraining:
 
     def at(self, number: int) -> Self:
         """Return the settings for a round, from 1, with a schedule replaced by its value."""
-        rate = self.learning_rate
-        return (
-            replace(self, learning_rate=rate.at(number)) if isinstance(rate, RateSchedule) else self
-        )
+        return at_round(self, number)
 
     @property
     def memories(self) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from fedpriv import SGD, FedAdam, FedAvg, Population, with_adapters
-from fedpriv.engine.arithmetic import generator_apart
+from fedpriv.engine.arithmetic import generators_apart
 from fedpriv.experiment.build import population_of
 from fedpriv.experiment.bundled import experiment_file
 from fedpriv.experiment.config import load_config
@@ -90,7 +90,7 @@ def _of_file(title: str, name: str, cohort: int, delta: float, **changes: Any) -
 
 
 def _seeded(build: Callable[[], nn.Module], seed: int, *_: object) -> nn.Module:
-    with generator_apart(seed):
+    with generators_apart(seed):
         return build()
 
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from fedpriv.engine import side_by_side
 from fedpriv.engine.roads import Path
-from fedpriv.engine.schedule import batches_of
 from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError, ModelError
@@ -21,6 +20,7 @@ from fedpriv.training.optimizers import PolynomialDecay
 from fedpriv.training.request import LocalStep, LocalTraining, RoundRequest
 from fedpriv.training.rounds import initial_state
 from tests.engine.everyone import total_of, users_of
+from tests.engine.plain import batches_of
 from tests.isolation import Plan, training_plan
 from tests.opening import open_round
 

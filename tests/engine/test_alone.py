@@ -12,8 +12,9 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from fedpriv.data.population import UserStore
+from fedpriv.engine.examples import Chunk
 from fedpriv.engine.task import Task
-from fedpriv.engine.trainer import Chunk, Trainer
+from fedpriv.engine.trainer import Trainer
 from fedpriv.training.local import SGD, AdamW
 from tests.engine import plain
 from tests.engine.everyone import request_under, whole
@@ -182,9 +183,9 @@ def test_users_move_as_in_a_plain_loop_whoever_went_before(kind: str, way: str) 
     start, before = trainer.begin(request), task.parameters()
     expected = plain.moved(task, store(), range(len(SIZES)), local, KEY)
     assert all(float(update.abs().max()) > 1e-4 for update in expected.values())
-    first = whole(trainer.moved(request, start, Chunk(np.array([0]))))
+    first = whole(trainer.sent(request, start, Chunk(np.array([0]))))
     for user in (1, 2, 3, 0):
-        found = whole(trainer.moved(request, start, Chunk(np.array([user]))))
+        found = whole(trainer.sent(request, start, Chunk(np.array([user]))))
         for name, update in found.items():
             wanted = expected[name][user : user + 1]
             torch.testing.assert_close(update, wanted, rtol=1e-3, atol=2e-5, msg=name)

@@ -14,10 +14,13 @@ from torch.nn.functional import cross_entropy
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine import examples as module
-from fedpriv.engine.examples import Batches, Examples, OwnExamples, held_on, lent
-from fedpriv.engine.schedule import Schedule, batches_of, rows_in_order
+from fedpriv.engine.examples import Batches, Chunk, Examples, held_on
+from fedpriv.engine.schedule import Schedule
 from fedpriv.engine.task import Task
+from fedpriv.engine.trainer import Trainer
 from fedpriv.training.request import LocalTraining
+from tests.engine.everyone import request_under
+from tests.engine.plain import batches_of, rows_in_order
 
 KEY, CPU = bytes(range(32)), torch.device("cpu")
 TASK = Task(torch.nn.Linear(1, 1))
@@ -42,7 +45,8 @@ def examples_of(sizes: list[int], local: LocalTraining, width: int, lanes: int) 
     store = store_of(sizes)
     given_to = np.arange(len(sizes)), store.offsets[:-1], store.sizes, local, KEY
     schedule = Schedule.of(*given_to, width, lanes, store.rows)
-    return Examples(len(sizes), schedule, store, CPU, TASK)
+    chunk = Chunk(np.arange(len(sizes)), (lanes,), width)
+    return Examples(chunk, chunk.users, schedule, store, CPU, TASK)
 
 
 def numbers_of(x: Tensor, y: Tensor) -> list[int]:
@@ -88,11 +92,11 @@ def test_lanes_hold_the_batches_of_their_users_and_lanes_beyond_are_blank(
 def test_a_user_who_goes_alone_has_its_batches(
     sizes: list[int], local: LocalTraining, window: int, held: bool
 ) -> None:
-    store = store_of(sizes)
-    user = len(sizes) - 1
-    resident = lent(store.fields) if held else None
-    data = store.rows_of(user), store, CPU, TASK, resident
-    own = OwnExamples(user, local, KEY, *data)
+    store, user = store_of(sizes), len(sizes) - 1
+    trainer = Trainer(TASK, store, None, CPU, 2**20, "float32")
+    own = trainer._examples(request_under(TASK, local, len(sizes), 1.0), Chunk(np.array([user])))
+    if held:
+        own = replace(own, resident=held_on(CPU, store.fields))
     given_to = user, int(store.offsets[user]), sizes[user], local, KEY
     with patch.object(module, "_WINDOW", window), patch.object(module, "_MEASURED", window):
         found = [numbers_of(x, y) for x, y in own.batches()]

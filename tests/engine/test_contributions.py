@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from fedpriv.engine.task import RoundParameters
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.measures.metrics import metric
 from fedpriv.privacy.clipping import UNCLIPPED
@@ -44,7 +43,7 @@ AVERAGINGS = {
 def sent(transport: InProcessTransport, request: RoundRequest, user: int) -> dict[str, np.ndarray]:
     """What one user learnt and measured, before it is clipped."""
     request = replace(request, users=np.array([user]))
-    start = RoundParameters.of(request, transport._trainer.constants, transport.device)
+    start = transport._trainer.begin(request)
     trainer, sizes = transport._trainer, transport.users.sizes[[user]]
     (chunk,) = transport.road(request).chunks(trainer, request.local, request.users, sizes)
     tensors = trainer.sent(request, start, chunk)

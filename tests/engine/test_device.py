@@ -74,7 +74,7 @@ def train(trainer: Trainer, request: RoundRequest, *, together: bool) -> torch.T
         start = trainer.begin(request)
     with on_device():
         examples = trainer._examples(request, chunk)
-        tensors = trainer._sent(request, start, chunk, examples)
+        tensors = trainer._sent(request, start, examples)
         diagnose_users(trainer._blocks(start, examples), tensors, request)
         users = examples.counts[: len(chunk.users)]
         weights = np.minimum(users, request.clipping.weight_cap)

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from fedpriv.engine.arithmetic import Activations
+from fedpriv.engine.examples import Chunk, Examples
 from fedpriv.engine.roads import Path
 from fedpriv.engine.schedule import mask_words, random_words
 from fedpriv.engine.task import RoundParameters, Task
-from fedpriv.engine.trainer import AnyExamples, Chunk, Trainer
+from fedpriv.engine.trainer import Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.privacy import clipping_torch
 from fedpriv.privacy.clipping import Clipping
@@ -262,12 +263,11 @@ def test_training_does_not_wait_for_the_device(
         trainer: Trainer,
         request: RoundRequest,
         start: RoundParameters,
-        chunk: Chunk,
-        examples: AnyExamples,
+        examples: Examples,
     ) -> Updates:
-        seen.append(chunk)
+        seen.append(examples.chunk)
         with never_waiting():
-            return honest(trainer, request, start, chunk, examples)
+            return honest(trainer, request, start, examples)
 
     monkeypatch.setattr(Trainer, "_sent", watched)
     found += [total(each, request, range(len(users))) for each in (transport, again)]

@@ -11,11 +11,11 @@ import torch
 
 from fedpriv.engine import trainer
 from fedpriv.engine.arithmetic import plain_arithmetic
-from fedpriv.engine.examples import Examples, held_on
+from fedpriv.engine.examples import Chunk, Examples, held_on
 from fedpriv.engine.graphs import Compute, Graphs
 from fedpriv.engine.roads import Road
 from fedpriv.engine.task import RoundParameters
-from fedpriv.engine.trainer import Chunk, Trainer, sizes_of
+from fedpriv.engine.trainer import Trainer, sizes_of
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates, integer_sum
 from fedpriv.privacy.layout import Layout, flat
@@ -224,11 +224,10 @@ def sum_of_chunks(trained: Trainer, request: RoundRequest, users: Sequence[int])
     start = trained.begin(request)
     for chunk in chunks_of(trained, request, users):
         examples = trained._examples(request, chunk)
-        assert isinstance(examples, Examples)
         examples = replace(examples, resident=trained.resident)
         examples = replace(examples, made_of=examples.given(measured=True))
         weights = np.minimum(examples.counts, request.clipping.weight_cap)
-        given = request, start, chunk, examples
+        given = request, start, examples
         with plain_arithmetic(CPU):
             found = trained._total(*given, weights)
             if found is None:
@@ -263,7 +262,7 @@ def test_a_replay_gives_what_a_chunk_gives(
         for some in (range(USERS), range(3)):
             expected = plain.sum_of(asked, chunks_of(plain, asked, some)).partial.total
             with monkeypatch.context() as patch:
-                patch.setattr(trainer, "_in_lanes", in_all_lanes)
+                patch.setattr(Examples, "used", property(in_all_lanes))
                 found = sum_of_chunks(replaying, asked, some)
             np.testing.assert_array_equal(found, expected)
             assert found.any()
@@ -272,7 +271,7 @@ def test_a_replay_gives_what_a_chunk_gives(
     assert seen == {True, False}  # of sums, and of updates
 
 
-def in_all_lanes(_: Chunk, examples: Examples) -> list[list[int]]:
+def in_all_lanes(examples: Examples) -> list[list[int]]:
     """As on a GPU."""
     return [[examples.lanes] * examples.schedule.slices for _ in examples.slices]
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedpriv.data.population import UserStore
+from fedpriv.engine.examples import Chunk
 from fedpriv.engine.indices import Indices
 from fedpriv.engine.task import Task, called, cross_entropy
-from fedpriv.engine.trainer import Chunk, Trainer
+from fedpriv.engine.trainer import Trainer
 from fedpriv.training.request import LocalTraining
 from tests.engine.everyone import request_under
 from tests.engine.fake_device import DEVICE, on_device, without_autocast

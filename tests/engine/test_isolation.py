@@ -16,9 +16,10 @@ from torch import nn
 from torch.nn import functional
 
 from fedpriv.data.population import UserStore
+from fedpriv.engine.examples import Examples
 from fedpriv.engine.roads import Path
 from fedpriv.engine.task import Task, called, cross_entropy
-from fedpriv.engine.trainer import AnyExamples, Chunk, Trainer
+from fedpriv.engine.trainer import Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import ModelError
 from fedpriv.privacy.clipping import Clipping
@@ -166,17 +167,13 @@ def test_processes_give_the_same_sums(model: str) -> None:
     assert not multiprocessing.active_children()
 
 
-def plant(
-    monkeypatch: pytest.MonkeyPatch, before: Callable[[Trainer, Chunk, AnyExamples], object]
-) -> None:
+def plant(monkeypatch: pytest.MonkeyPatch, before: Callable[[Trainer, Examples], object]) -> None:
     """Do something before a chunk trains from now on."""
     honest = Trainer._moved
 
-    def planted(
-        trainer: Trainer, asked: RoundRequest, start: Any, chunk: Chunk, examples: AnyExamples
-    ) -> Updates:
-        before(trainer, chunk, examples)
-        return honest(trainer, asked, start, chunk, examples)
+    def planted(trainer: Trainer, asked: RoundRequest, start: Any, examples: Examples) -> Updates:
+        before(trainer, examples)
+        return honest(trainer, asked, start, examples)
 
     monkeypatch.setattr(Trainer, "_moved", planted)
 
@@ -499,8 +496,8 @@ def test_a_user_for_whom_memory_is_short_is_a_zero(
     transport, request = transport_and_request(nn.Linear(6, 3))
     expected = total_of(transport, replace(request, users=request.users[1:]))
 
-    def fail(trainer: Trainer, chunk: Chunk, examples: AnyExamples) -> None:
-        if examples.store is trainer.users and 0 in chunk.users:
+    def fail(trainer: Trainer, examples: Examples) -> None:
+        if examples.store is trainer.users and 0 in examples.chunk.users:
             raise raised("too little")
 
     plant(monkeypatch, fail)

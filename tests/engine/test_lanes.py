@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from fedpriv.engine import lanes as module
 from fedpriv.engine.lanes import Done, Lanes, MixingError, Rows, Weights
-from fedpriv.engine.task import class_losses
+from fedpriv.engine.task import cross_entropy
 
 # What the lines below compute with: weights of each user, and what all share, in capitals. Besides,
 # each user has rows: x and z, [W, 4, 3], words i, [W, 4], and classes y, [W].
@@ -88,7 +88,7 @@ x[:, 0].T.transpose(1, 0)
 x + v.view(15)[:3]
 """
 LOSSES = """
-F.cross_entropy(x[:, 0], y, reduction="none") | class_losses(x.mT, i % 3, reduction="none")
+F.cross_entropy(x[:, 0], y, reduction="none") | cross_entropy(x.mT, i % 3)
 F.cross_entropy(x[:, 0], y, W.abs(), ignore_index=1, label_smoothing=0.2, reduction="none")
 F.cross_entropy(x.mT, i % 3, ignore_index=2, reduction="none") | F.mse_loss(x, z, reduction="none")
 F.nll_loss(x.log_softmax(2)[:, 1], y, W.abs(), reduction="none") | F.l1_loss(x, z, reduction="none")
@@ -225,7 +225,7 @@ def of_users(users: int, rows: int, seed: int) -> dict[str, Tensor]:
 def names_of() -> dict[str, Any]:
     """What lines may name beside tensors of users."""
     rng = torch.Generator().manual_seed(9)
-    known = {"torch": torch, "F": functional, "np": np, "class_losses": class_losses}
+    known = {"torch": torch, "F": functional, "np": np, "cross_entropy": cross_entropy}
     known |= {"copy": copy.copy, "deepcopy": copy.deepcopy, "dumps": pickle.dumps}
     shared = {n: torch.rand(shape, generator=rng) for n, shape in SHARED.items()}
     return {**known, **shared, "Z": torch.tensor([3, 0, 1, 3])}
@@ -318,7 +318,7 @@ def test_every_kind_of_function_in_the_table_is_among_these_lines() -> None:
     simple = (module._public, module._pointwise)
     tables = module._RULES, module._TURNED_RULES
     known = {name for rules in tables for name, rule in rules.items() if rule not in simple}
-    called = {done.call.name for done in calls}
+    called = {call.name for call, _ in calls}
     assert {name for name in known if name.strip("_") not in called} - called == set()
 
 

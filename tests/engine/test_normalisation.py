@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fedpriv.data.population import UserStore
+from fedpriv.engine.examples import Chunk
 from fedpriv.engine.measuring import check_metrics
 from fedpriv.engine.task import (
     RunningNorm,
@@ -19,7 +20,7 @@ from fedpriv.engine.task import (
     without_batch_norm,
 )
 from fedpriv.engine.task_checks import check_task
-from fedpriv.engine.trainer import Chunk, Trainer
+from fedpriv.engine.trainer import Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
 from fedpriv.measures.metrics import metric

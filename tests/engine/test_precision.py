@@ -17,10 +17,11 @@ from torch import nn
 from fedpriv.data.population import UserStore
 from fedpriv.engine import side_by_side
 from fedpriv.engine.arithmetic import Activations, activations_named, plain_arithmetic, tf32
+from fedpriv.engine.examples import Chunk
 from fedpriv.engine.products import OuterProducts
 from fedpriv.engine.roads import Path
 from fedpriv.engine.task import Task, cross_entropy
-from fedpriv.engine.trainer import Chunk, Trainer
+from fedpriv.engine.trainer import Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.experiment.models import build_model
@@ -142,7 +143,7 @@ def learnt(kind: str, users: UserStore, touches: float) -> Updates:
         lean = trainer.side_by_side.lean(local, 2, 1, 3)
     assert bool(lean) == bool(touches)
     chunk = Chunk(everyone, (4,), 3, lean)
-    return trainer.moved(request, trainer.begin(request), chunk)
+    return trainer.sent(request, trainer.begin(request), chunk)
 
 
 def four_users(kind: str) -> UserStore:

@@ -14,11 +14,12 @@ from torch import nn
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine import roads
+from fedpriv.engine.examples import Chunk, Examples
 from fedpriv.engine.roads import Path, Road
 from fedpriv.engine.schedule import counted, largest_batch, steps_of
 from fedpriv.engine.side_by_side import step_class
 from fedpriv.engine.task import Task, cross_entropy
-from fedpriv.engine.trainer import AnyExamples, Chunk, Trainer, sizes_of
+from fedpriv.engine.trainer import Trainer, sizes_of
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import ModelError
 from fedpriv.privacy.clipping_torch import Updates
@@ -198,10 +199,8 @@ def plant(
     """Have users side by side be given something else."""
     honest = Trainer._moved
 
-    def planted(
-        trainer: Trainer, asked: RoundRequest, start: Any, chunk: Chunk, examples: AnyExamples
-    ) -> Updates:
-        updates = honest(trainer, asked, start, chunk, examples)
+    def planted(trainer: Trainer, asked: RoundRequest, start: Any, examples: Examples) -> Updates:
+        updates, chunk = honest(trainer, asked, start, examples), examples.chunk
         if chunk.shapes:
             updates = {name: update[:].clone() for name, update in updates.items()}
             change(chunk, updates)
@@ -356,7 +355,7 @@ def test_random_users_who_do_not_stay_finite_train_at_a_smaller_rate() -> None:
     trials = roads._Trials(transport._trainer, request_to(transport))
     trials._invent_batches(8, [2], None)
     chunk = Chunk(np.zeros(1, np.int64))
-    moved = transport._trainer.moved(trials.request, trials._start, chunk, trials._store)
+    moved = transport._trainer.sent(trials.request, trials._start, chunk, trials._store)
     assert all(bool(torch.isfinite(update[:]).all()) for update in moved.values())
 
 

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from fedpriv.engine.schedule import (
     Integers,
     Schedule,
-    batches_of,
     mask_words,
     random_words,
-    rows_in_order,
     steps_of,
 )
 from fedpriv.training.request import LocalTraining
+from tests.engine.plain import batches_of, rows_in_order
 
 KEY, NONE = bytes(range(32)), np.empty(0, np.int64)
 few = st.none() | st.integers(1, 9)

@@ -167,7 +167,7 @@ def trained(
     request = request_under(task, local, store.population, 1.0)
     start, everyone = trainer.begin(request), np.arange(store.population)
     for chunk in Road((4, 2), 3).chunks(trainer, local, everyone, store.sizes):
-        found = trainer.moved(request, start, chunk)
+        found = trainer.sent(request, start, chunk)
         yield from ((int(user), found, lane) for lane, user in enumerate(chunk.users))
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from fedpriv.engine.adapters import with_adapters
-from fedpriv.engine.arithmetic import generator_apart
+from fedpriv.engine.arithmetic import generators_apart
 from fedpriv.engine.task import LOSSES, Task, cross_entropy, find_loss, squared_error
 from fedpriv.engine.task_checks import check_task
 from fedpriv.errors import InvalidValueError, ModelError
@@ -396,7 +396,7 @@ def test_initial_parameters_depend_on_the_seed_alone() -> None:
 )
 def test_threads_take_turns_at_the_generator(draw: Callable[[], object]) -> None:
     drawing = threading.Thread(target=draw, daemon=True)
-    with generator_apart():
+    with generators_apart():
         drawing.start()
         drawing.join(0.3)
         assert drawing.is_alive()
@@ -453,8 +453,8 @@ def test_a_model_of_nan_is_refused() -> None:
 @pytest.mark.parametrize("shape", [(5, 4), (5, 4, 3)])
 def test_the_mean_loss_of_probabilities_is_that_of_torch(shape: tuple[int, ...]) -> None:
     outputs, targets = torch.randn(shape), torch.randn(shape).softmax(1)
-    total, count = Task(nn.Linear(1, 1)).summed_loss(outputs, targets)
-    torch.testing.assert_close(total / count, nn.functional.cross_entropy(outputs, targets))
+    loss = Task(nn.Linear(1, 1)).mean_loss(outputs, targets)
+    torch.testing.assert_close(loss, nn.functional.cross_entropy(outputs, targets))
 
 
 def test_wrappers_of_a_model_are_taken_off() -> None:

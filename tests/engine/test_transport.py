@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from fedpriv.data.population import UserStore
 from fedpriv.engine import side_by_side
 from fedpriv.engine.roads import Path
-from fedpriv.engine.schedule import batches_of
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import InvalidValueError
@@ -23,6 +22,7 @@ from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat, joint, layers, per_layer
 from fedpriv.training.request import LocalTraining, RoundRequest
 from tests.engine.everyone import total_of, users_of
+from tests.engine.plain import batches_of
 from tests.training.transport_conformance import TransportConformance
 
 KEY = bytes(range(32))

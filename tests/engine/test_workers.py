@@ -20,10 +20,11 @@ from torch import nn
 
 import fedpriv
 from fedpriv.data.population import UserStore
+from fedpriv.engine.examples import Chunk
 from fedpriv.engine.measuring import SimulationOnlyDiagnostics
 from fedpriv.engine.roads import Path as Road
 from fedpriv.engine.task import Task, cross_entropy
-from fedpriv.engine.trainer import Chunk, ChunkSum, SimulationOnlyDropped, Trainer
+from fedpriv.engine.trainer import ChunkSum, SimulationOnlyDropped, Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.experiment.models import mlp
 from fedpriv.privacy.clipping import Clipping, Indicator

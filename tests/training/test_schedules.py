@@ -28,6 +28,7 @@ from fedpriv.training.optimizers import (
     RateSchedule,
     ServerOptimizer,
     StepDecay,
+    schedules_of,
 )
 from fedpriv.training.rounds import ServerState, initial_state, train
 from tests.training.federation import CONSTANT, PARAMETERS, make_plan, open_records
@@ -112,7 +113,7 @@ def test_each_round_steps_by_its_own_rate(
 def test_a_number_is_a_constant_schedule() -> None:
     optimizer = FedAdam(0.3)
     assert optimizer.at(7) is optimizer
-    assert optimizer.schedules == {}
+    assert schedules_of(optimizer) == {}
 
 
 @pytest.mark.parametrize(
