@@ -50,8 +50,9 @@ class AloneModel:
             memory = [self._kept.numbers[name] for name in start.parameters]
             descent = Descent(start, examples.schedule.local)
             for step, (x, y) in enumerate(examples.batches(), start=1):
-                loss = self._task.mean_loss(outputs_of(model, x, activations), y)
-                gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
+                losses = self._task.losses_of(outputs_of(model, x, activations), y)
+                weights = self._task.weight(y).to(losses).expand_as(losses)
+                gradients = torch.autograd.grad(losses, trained, weights, materialize_grads=True)
                 descent.step_of_one(memory, gradients)
                 if step < examples.steps:
                     descent.put_into(memory)

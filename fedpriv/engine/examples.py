@@ -1,6 +1,7 @@
 """The examples of users, gathered on the device where they train."""
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -158,7 +159,7 @@ class Examples:
     def batches(self) -> Iterator[tuple[Inputs, Tensor]]:
         """Yield x and y of each step of the only user, [b, …], without rows that fill slices."""
         for rows in self.schedule.batches():
-            yield self.task.given({n: t[0] for n, t in self._columns(rows[np.newaxis]).items()})
+            yield self.task.given(self._columns(rows))
 
     def blocks(self) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
         """Yield each row to measure once: x and y [L·W, …], and which rows are real [L, W]."""
@@ -198,8 +199,9 @@ class Examples:
 
     def _selected(self, rows: Tensor) -> TorchTensors:
         """Return the resident fields of rows [l, …]."""
+        shape, rows = rows.shape, rows.flatten()
         return {
-            name: column.index_select(0, rows.flatten()).view(*rows.shape, *column.shape[1:])
+            name: column.index_select(0, rows).view(*shape, *column.shape[1:])
             for name, column in (self.resident or {}).items()
         }
 
@@ -214,6 +216,13 @@ class Examples:
             columns[name][users:].zero_()
         self.store.take(rows[:users], {name: t[:users].numpy() for name, t in columns.items()})
         return columns
+
+
+def lent(columns: Mapping[str, npt.NDArray[np.generic]]) -> TorchTensors:
+    """Return fields [rows, …] as tensors in the same memory, which must not be written to."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about arrays that are read-only
+        return {name: torch.from_numpy(column) for name, column in columns.items()}
 
 
 def held_on(device: torch.device, columns: Mapping[str, npt.NDArray[np.generic]]) -> TorchTensors:

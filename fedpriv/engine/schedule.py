@@ -126,7 +126,8 @@ class Schedule:
     def batches(self) -> Iterator[Integers]:
         """Yield the rows of each batch of the first lane, [b], which are those of `rows`."""
         count, counts = int(self.counts[0]), self.counts[:1]
-        batch, rows = self.local.batch_size or max(1, count), self.in_order(0, count)[0][0]
+        batch = self.local.batch_size or max(1, count)
+        rows = self.starts[0] + (np.arange(count) if self.among is None else self.among[0])
         firsts, steps = range(0, count, batch), int(steps_of(counts, self.local)[0])
         for step, first in zip(range(steps), itertools.cycle(firsts), strict=False):
             if first == 0:
@@ -148,6 +149,8 @@ class Schedule:
 
 def _in_lanes(of_users: Integers, lanes: int, empty: int = 0) -> Integers:
     """Return numbers of users [n, …] for all lanes, [L, …]."""
+    if len(of_users) == lanes:
+        return of_users
     of_lanes = np.full((lanes, *of_users.shape[1:]), empty)
     of_lanes[: len(of_users)] = of_users
     return of_lanes
@@ -181,7 +184,8 @@ def _shuffled(words: Integers, numbers: Integers, counts: Integers) -> Integers:
     The order is that of unsigned words.
     """
     dice = _mixed(words[:, :, None] + _spread(numbers)) ^ _SIGN
-    dice[np.broadcast_to(numbers >= counts[:, None, None], dice.shape)] = ~_SIGN
+    if counts.min() < len(numbers):
+        dice[np.broadcast_to(numbers >= counts[:, None, None], dice.shape)] = ~_SIGN
     return np.argsort(dice, axis=2, kind="stable")
 
 

@@ -326,7 +326,8 @@ class Task:
         targets: the mean over targets that count, times their share. Over a batch, the sum of
         losses divided by the sum of `shares` is the mean over all targets that count.
         """
-        counts, given = self.counts(y), y
+        usual = self.loss is cross_entropy and self.ignore_index == _IGNORED
+        counts, given = None if usual else self.counts(y), y
         if counts is not None and self.ignore_index != _IGNORED:
             given = torch.where(counts, y.long(), _IGNORED)
         with nullcontext() if self.loss in LOSSES.values() else WithinBounds():
@@ -341,10 +342,12 @@ class Task:
         shares = self.shares(y)  # the loss itself averaged over an example's targets
         return torch.where(shares > 0.0, means * shares, 0.0)
 
-    def mean_loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss of a batch over all targets that count; 0 if none does."""
-        # Without a target that counts, losses are 0.
-        return self.losses_of(outputs, y).sum() / self.shares(y).sum().clamp(min=_LEAST_SHARE)
+    def weight(self, y: Tensor) -> Tensor:
+        """Return the factor [] that makes the sum of a batch's losses their mean.
+
+        It is the mean over all targets that count. If none does, losses are 0 and so is the mean.
+        """
+        return self.shares(y).sum().clamp_(min=_LEAST_SHARE).reciprocal_()
 
     def seen(
         self, outputs: Tensor, y: Tensor, moments: Mapping[str, Sequence[Tensor]] | None = None

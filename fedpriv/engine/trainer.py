@@ -24,11 +24,11 @@ from fedpriv.engine.arithmetic import (
     tf32,
 )
 from fedpriv.engine.descent import same_for_all
-from fedpriv.engine.examples import Chunk, Examples, held_on
+from fedpriv.engine.examples import Chunk, Examples, held_on, lent
 from fedpriv.engine.graphs import Graphs
 from fedpriv.engine.indices import Indices
 from fedpriv.engine.measuring import Blocks, Measuring, diagnose_users, group_norms, user_metrics
-from fedpriv.engine.schedule import Integers, Schedule, counted, largest_batch
+from fedpriv.engine.schedule import Integers, Schedule
 from fedpriv.engine.side_by_side import Group, SideBySideModel
 from fedpriv.engine.task import Inputs, RoundParameters, Task, outputs_of
 from fedpriv.privacy.clipping_torch import (
@@ -46,6 +46,7 @@ from fedpriv.privacy.round import PartialSum
 from fedpriv.training.request import RoundRequest
 
 _PIECES = 8  # into which a chunk that fails is split
+_CLIPPED_AT_ONCE = 2**18  # numbers in the updates of users who train alone
 _TOTAL, _WEIGHTS = "total", "weights"  # names of the output, and an input, of graphs of sums
 
 
@@ -77,6 +78,7 @@ class _Sums:
         self.diagnostics = list[npt.NDArray[np.float64]]()
         self.dropped: SimulationOnlyDropped | None = None
         self.reasons = list[str]()
+        self.unclipped = list[tuple[Chunk, Updates, Integers]]()  # on a CPU, with weights
         self.pending = list[Callable[[], npt.NDArray[np.int64]]]()  # sums on a GPU
 
     def wait(self, limit: int) -> None:
@@ -127,7 +129,11 @@ class Trainer:
         Fields that are mapped from files are assumed to be too large.
         """
         columns = {name: self.users.fields[name] for name in self.task.fields}
-        if self.device.type != "cuda" or any(isinstance(c, np.memmap) for c in columns.values()):
+        if any(isinstance(column, np.memmap) for column in columns.values()):
+            return None
+        if self.device.type == "cpu":
+            return lent(columns)
+        if self.device.type != "cuda":
             return None
         free, _ = torch.cuda.mem_get_info(self.device)
         if sum(column.nbytes for column in columns.values()) > free // 4:  # the rest is for chunks
@@ -191,6 +197,7 @@ class Trainer:
             for chunk in chunks:
                 self._add(sums, chunk)
                 sums.wait(1)  # a GPU trains one chunk while the sum of another is copied
+            self._clip(sums)
             return sums.done(str(chunks[0].users[0]))
 
     def _add(self, sums: _Sums, chunk: Chunk) -> None:
@@ -221,10 +228,9 @@ class Trainer:
         # Training is complete, so later errors are not due to a user, and end the round.
         sums.users, sums.weight = sums.users + len(weights), sums.weight + int(weights.sum())
         if self.device.type == "cpu":
-            before = _contributors(request, sums.total)
-            add_contributions(sums.total, sent, clipping, weights)
-            contributors = _contributors(request, sums.total) - before
-            self._look_for_lost(sums, chunk, contributors, lambda: sent)
+            sums.unclipped.append((chunk, sent, weights))
+            if chunk.shapes or len(sums.unclipped) * clipping.layout.dimension >= _CLIPPED_AT_ONCE:
+                self._clip(sums)
             return
         fetch = _fetched(integer_sum(sent, clipping, weights) if total is None else total)
 
@@ -234,6 +240,22 @@ class Trainer:
             return total
 
         sums.pending.append(summed)
+
+    def _clip(self, sums: _Sums) -> None:
+        """Clip updates and add them up; those of users alone together, which takes less time."""
+        if not sums.unclipped:
+            return
+        chunks, sent, weights = zip(*sums.unclipped, strict=True)
+        sums.unclipped.clear()
+        updates, sizes = sent[0], [len(chunk.users) for chunk in chunks]
+        if len(sent) > 1:
+            pairs = [*zip(sent, sizes, strict=True)]
+            updates = {name: torch.cat([u[name][:size] for u, size in pairs]) for name in updates}
+        before = _contributors(sums.request, sums.total)
+        add_contributions(sums.total, updates, sums.request.clipping, np.concatenate(weights))
+        contributors = _contributors(sums.request, sums.total) - before
+        merged = replace(chunks[0], users=np.concatenate([chunk.users for chunk in chunks]))
+        self._look_for_lost(sums, merged, contributors, lambda: updates)
 
     def _look_for_lost(
         self, sums: _Sums, chunk: Chunk, contributors: int, sent: Callable[[], Updates]
@@ -345,10 +367,11 @@ class Trainer:
         store, hosted = (self.users, self.hosted) if store is None else (store, None)
         enrolled, local = chunk.users if hosted is None else hosted[chunk.users], request.local
         starts, sizes = store.offsets[chunk.users], sizes_of(store, chunk.users)
-        width = chunk.width if chunk.shapes else int(largest_batch(counted(sizes, local), local)[0])
-        shape = width, chunk.lanes, store.rows
+        shape = chunk.width, chunk.lanes, store.rows
         schedule = Schedule.of(enrolled, starts, sizes, local, request.local_key, *shape)
-        resident = self.resident if store is self.users else None
+        # Lanes without users have rows of zeros, which a store in the CPU's memory does not.
+        lanes_on_cpu = self.device.type == "cpu" and chunk.shapes
+        resident = self.resident if store is self.users and not lanes_on_cpu else None
         given = schedule, store, self.device, self.task, resident
         examples = Examples(chunk, enrolled, *given)
         if self.device.type == "cpu" or not chunk.shapes:
