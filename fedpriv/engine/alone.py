@@ -51,8 +51,8 @@ class AloneModel:
             descent = Descent(start, examples.schedule.local)
             for step, (x, y) in enumerate(examples.batches(), start=1):
                 losses = self._task.losses_of(outputs_of(model, x, activations), y)
-                weights = self._task.weight(y).to(losses).expand_as(losses)
-                gradients = torch.autograd.grad(losses, trained, weights, materialize_grads=True)
+                mean = losses.sum() * self._task.weight(y).to(losses)
+                gradients = torch.autograd.grad(mean, trained, materialize_grads=True)
                 descent.step_of_one(memory, gradients)
                 if step < examples.steps:
                     descent.put_into(memory)
