@@ -408,8 +408,7 @@ class Ledger(InFile):
         name = f"run {charge.run}, round {charge.round}, attempt {charge.attempt}"
         with self._lock, self.database.transaction():
             self._catch_up()
-            sql = "SELECT 1 FROM chain WHERE run = ? AND round = ? AND attempt = ?"
-            if self.database.read(sql, (charge.run, charge.round, charge.attempt)):
+            if self.has_charge(charge.run, charge.round, charge.attempt):
                 next_attempt = self.next_attempt(charge.run, charge.round)
                 raise LedgerError(f"{name} was charged before; the next attempt is {next_attempt}")
             event = charge.event if charge.series is None else None
@@ -480,6 +479,11 @@ class Ledger(InFile):
         """The run of the first charge, or None."""
         rows = self.database.read("SELECT run FROM chain WHERE position = 1")
         return str(rows[0]["run"]) if rows else None
+
+    def has_charge(self, run: str, round_number: int, attempt: int) -> bool:
+        """Return whether an attempt at a round was charged."""
+        sql = "SELECT 1 FROM chain WHERE run = ? AND round = ? AND attempt = ?"
+        return bool(self.database.read(sql, (run, round_number, attempt)))
 
     def next_attempt(self, run: str, round_number: int) -> int:
         """Return one more than the highest charged attempt at a round; 0 if there is none."""

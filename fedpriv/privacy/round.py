@@ -278,7 +278,7 @@ class PrivacyRecords:
         over.
         """
         for number, attempt, commitment, text in self.participation.drawn(run):
-            if attempt >= self.ledger.next_attempt(run, number):
+            if not self.ledger.has_charge(run, number, attempt):
                 _log.warning("run %r drew round %d uncharged; it is charged now", run, number)
                 terms, paid = _Terms.parse(text), self.ledger.open_series(run)
                 if paid is None or (paid.part, paid.charge.position) != (terms.part, terms.series):

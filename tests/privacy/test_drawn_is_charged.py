@@ -181,6 +181,28 @@ def test_a_killed_round_is_charged_as_it_was_drawn_by_a_run_that_draws_otherwise
         records.ledger.verify(records.participation)
 
 
+def test_a_round_that_is_killed_is_charged_after_later_attempts_of_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_records(tmp_path) as records, monkeypatch.context() as patched:
+        patched.setattr(PrivacyRecords, "settle", lambda *_: None)  # the other one began before
+
+        def overtaken(*_: object) -> Iterable[PartialSum]:
+            with open_records(tmp_path) as others:
+                private_round(POISSON, "run", 1, ask, others, SEEDED)
+            patched.setattr(PrivacyRecords, "charge", lambda *_: 1 / 0)
+            return ()
+
+        with pytest.raises(ZeroDivisionError):
+            private_round(POISSON, "run", 1, overtaken, records, SEEDED)
+    with open_records(tmp_path) as records:
+        carry_out(records, POISSON, 2)
+        rows = [(row.round, row.attempt) for row in records.ledger.charges()]
+        assert rows == [(1, 1), (1, 0), (2, 0)]
+        assert not records.participation.drawn("run")
+        records.ledger.verify(records.participation)
+
+
 def test_a_charge_that_others_left_no_budget_for_ends_the_run_until_there_is_more(
     tmp_path: Path,
 ) -> None:
