@@ -93,6 +93,7 @@ def export_model(source: Path, to: Format, out: Path | None = None) -> Path:
     Raises:
         InvalidValueError: there is no released model, `out` exists, the plan of the run does not
             say how the model is made, or the library or method that writes it is missing.
+        ModelError: the other library cannot write the model.
     """
     path = model_file(source)
     out = out or path.with_name(_NAMES[to])
@@ -118,7 +119,13 @@ def export_model(source: Path, to: Format, out: Path | None = None) -> Path:
             f"the model is a {type(model).__name__} without the method save_pretrained that models "
             "of transformers have; --to torch writes its state_dict"
         )
-    save(out)
+    try:
+        save(out)
+    except OSError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {one_line(str(error))}"
+        raise ModelError(f"the model's save_pretrained cannot write it: {reason}") from error
     return out
 
 

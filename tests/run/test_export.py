@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fedpriv.engine.adapters import merge_adapters, with_adapters
-from fedpriv.errors import InvalidValueError
+from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.run.export import export_model, load_model
 from fedpriv.run.simulate import run_simulation
 from tests.commandline import printed, refused
@@ -84,6 +84,17 @@ def test_a_model_that_can_save_itself_is_saved_with_plain_layers(folder: Path) -
     assert found.keys() == expected.state_dict().keys()
     for name, tensor in expected.state_dict().items():
         assert torch.equal(found[name], tensor), name
+
+
+def test_an_error_of_the_other_library_is_one_of_the_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save_pretrained(*_: object) -> None:
+        raise ValueError("the generation config is invalid")
+
+    monkeypatch.setattr("exported_net.Saved.save_pretrained", save_pretrained)
+    with pytest.raises(ModelError, match="ValueError: the generation config is invalid"):
+        export_model(folder / "saved", "hf", folder / "other")
 
 
 def test_one_that_cannot_is_told_so(folder: Path) -> None:
