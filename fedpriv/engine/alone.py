@@ -14,7 +14,7 @@ from torch import nn
 from fedpriv.engine.arithmetic import Activations
 from fedpriv.engine.descent import Descent
 from fedpriv.engine.examples import Examples
-from fedpriv.engine.kept import KeptModel, named_tensors
+from fedpriv.engine.leftovers import KeptModel, named_tensors
 from fedpriv.engine.task import RoundParameters, Task, outputs_of
 from fedpriv.privacy.clipping_torch import TorchTensors
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpriv.engine.arithmetic import generators_apart
-from fedpriv.engine.bounds import WithinBounds
+from fedpriv.engine.leftovers import WithinBounds
 from fedpriv.engine.task import Inputs, RunningNorm, Task, called, running_norms
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError, known_names
 from fedpriv.measures.figures import LOSS, Seen, Sums

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from fedpriv.engine.kept import named_tensors
+from fedpriv.engine.leftovers import named_tensors
 from fedpriv.engine.task import Task
 from fedpriv.errors import DataError, ModelError
 from fedpriv.privacy.layout import Tensors

@@ -22,8 +22,8 @@ from fedpriv.engine.arithmetic import (
 )
 from fedpriv.engine.descent import Descent, is_plain
 from fedpriv.engine.examples import Batches, Examples
-from fedpriv.engine.kept import KeptModel, named_tensors
 from fedpriv.engine.lanes import ROUNDED, Derived, Done, Lanes, MixingError, Rows, Weights
+from fedpriv.engine.leftovers import KeptModel, named_tensors
 from fedpriv.engine.products import OWN_FUNCTIONS, LowRank
 from fedpriv.engine.schedule import mask_words
 from fedpriv.engine.task import Inputs, RoundParameters, Task, each_input, outputs_of

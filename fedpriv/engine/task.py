@@ -21,8 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fedpriv.engine.arithmetic import Activations
-from fedpriv.engine.bounds import WithinBounds
-from fedpriv.engine.kept import named_tensors
+from fedpriv.engine.leftovers import WithinBounds, named_tensors
 from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.measures.figures import ALWAYS, SCORES_FIRST, Seen, figure_of
 from fedpriv.measures.metrics import MetricFunction
