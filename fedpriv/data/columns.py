@@ -132,8 +132,10 @@ def to_array(what: str, column: ColumnLike) -> Array:
 def refuse_faults(faults: Faults, rows: Array) -> None:
     """Raise DataError for the first fault, if there is one."""
     for row in sorted(faults):
-        found = f"{faults[row]}, in row {row} and {len(faults)} of {len(rows)} rows"
-        raise DataError(f"{found}; repair them, or leave them out, as dropna() of a frame does")
+        raise DataError(
+            f"{faults[row]}, in row {row}; {len(faults)} of {len(rows)} rows have such faults: "
+            "repair them, or leave them out, as dropna() of a frame does"
+        )
 
 
 def read_column(what: str, column: ColumnLike) -> tuple[Array, Faults]:
@@ -240,8 +242,10 @@ def refuse_masked(what: str, column: object) -> None:
 def refuse_missing(what: str, array: Array) -> None:
     """Raise DataError if numbers are infinite, or NaN, as missing numbers of a frame are."""
     if array.dtype.kind == "f":
-        rows = np.nonzero(~np.isfinite(cast(NDArray[np.floating[Any]], array)))[0].tolist()
-        refuse_faults(dict.fromkeys(rows, f"{what} has {_NO_VALUE}, or infinity"), array)
+        rows, *others = np.nonzero(~np.isfinite(cast(NDArray[np.floating[Any]], array)))
+        if len(rows) and array.shape[1:] > (1,):
+            what = f"column {others[0][0]} of {what}" if array.ndim == 2 else what
+        refuse_faults(dict.fromkeys(rows.tolist(), f"{what} has {_NO_VALUE}, or infinity"), array)
 
 
 def is_frame(table: object) -> TypeGuard[_Frame]:

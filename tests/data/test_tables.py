@@ -124,7 +124,7 @@ def test_classes_are_numbered_alike_in_held_out_rows() -> None:
     assert made().test["y"].tolist() == [1, 2]
     listed = made(classes=["yes", "never", "no", "maybe"])
     assert (listed.test["y"].tolist(), listed.classes_given) == ([1, 2], True)
-    with pytest.raises(DataError, match=r"'y' has a label that is none of .*in row 0 "):
+    with pytest.raises(DataError, match=r"'y' has a label that is none of .*in row 0;"):
         made(classes=["no", "yes", "maybe"])
     levels = pd.Categorical(TEXTS, ["no", "maybe", "yes"], ordered=True)
     assert made(pd.Series(levels), ("yes", "no")).test["y"].tolist() == [2, 0]
@@ -166,7 +166,7 @@ def test_a_user_without_some_numbers_refuses_nobody_else() -> None:
             X,
             TEXTS,
             {"held_out": (GAP, TEXTS)},
-            "held-out field 'x' has no value .* in row 1 and 2 of 6 rows",
+            "column 1 of held-out field 'x' has no value .* in row 1; 2 of 6 rows",
         ),
         (X, [1, None, 0, 1, None, 1], {}, "'y' has no value .* user 'bob'; 1 of 3 users"),
         (X, ["a", float("nan"), "b", "a", "b", "a"], {}, "'y' has no value .* user 'bob'; 1 of 3"),

@@ -70,7 +70,7 @@ def test_held_out_labels_that_the_model_cannot_give_are_refused(tmp_path: Path) 
 def test_held_out_rows_without_a_finite_loss_are_refused(tmp_path: Path) -> None:
     x = X[:20].copy()
     x[-1, 0] = np.inf
-    with pytest.raises(DataError, match=r"held-out field 'x' .* row 19 and 1 of 20 rows"):
+    with pytest.raises(DataError, match=r"held-out field 'x' .* row 19; 1 of 20 rows"):
         start(tmp_path / "run", x, Y[:20])
     assert list(tmp_path.iterdir()) == []
 

@@ -254,5 +254,5 @@ def test_a_model_that_cannot_be_copied_is_refused(tmp_path: Path) -> None:
 def test_held_out_numbers_that_are_not_finite_are_named() -> None:
     x = X.copy()
     x[117, 1] = np.inf
-    with pytest.raises(DataError, match=r"held-out field 'x' .*in row 17 and 1 of 20 rows"):
+    with pytest.raises(DataError, match=r"held-out field 'x' .*in row 17; 1 of 20 rows"):
         people(x)
