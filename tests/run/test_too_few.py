@@ -87,6 +87,7 @@ LABELS = np.tile(np.arange(1, 4), USERS * ROWS)[: USERS * ROWS]
         (broken(1.0), None, "its field 'x' holds NaN or infinity"),
         (broken(0.1), None, "its field 'x' holds NaN or infinity"),  # 72% of users
         (None, LABELS, "training raised IndexError: Target 3 is out of bounds"),
+        (None, np.full(USERS * ROWS, -100), "its update is zero, NaN or infinite"),
     ],
 )
 def test_a_simulation_in_which_most_users_count_as_zero_is_refused(
@@ -113,12 +114,14 @@ def test_a_simulation_in_which_most_users_count_takes_place_and_names_one_who_do
     assert folder.read_end().warnings == run.warnings[::-1] or one in folder.read_end().warnings
 
 
-def test_users_without_rows_are_not_looked_at(tmp_path: Path) -> None:
+def test_a_simulation_in_which_most_users_have_no_rows_is_refused(tmp_path: Path) -> None:
     rows = people().users.fields
     counts = np.where(np.arange(5 * USERS) % 5 == 0, ROWS, 0)
     users = UserStore(rows, np.cumsum([0, *counts]), [str(n) for n in range(5 * USERS)])
     sparse = replace(people(), users=users)
-    assert start(tmp_path / "run", sparse, rounds=1).rounds
+    with pytest.raises(DataError, match=r"of the 64 that were tried .*, as it has no rows; noth"):
+        start(tmp_path / "run", sparse)
+    assert start(tmp_path / "run", sparse, rounds=1, keep_going=True).rounds
 
 
 def test_a_run_ends_once_noised_counts_say_that_nobody_counts(tmp_path: Path) -> None:
