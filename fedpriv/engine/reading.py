@@ -59,10 +59,14 @@ def population_for(task: Task, population: Population) -> Population:
     Held-out targets alone decide whether targets are one-hot, or whole numbers in floats, since no
     user's rows may decide how those of others are read. A user's row that is none becomes a class
     that no model has, so that this user counts as zero. ModelError if loss or outputs do not fit
-    the population's classes.
+    the population's classes, or the model takes whole numbers and held-out rows have others.
     """
     fields, test = population.users.fields, rows_for(task, population.test)
-    users = rows_for(task, fields)
+    users, x = rows_for(task, fields), str(task.inputs)
+    if test.get(x) is not population.test.get(x) and (test[x] == _NO_CLASS).any():
+        raise ModelError(
+            f"the model takes whole numbers, and held-out field {x!r} has numbers between these"
+        )
     if population.classes and task.targets == "y":
         _check_classes(task, population, outputs_of_zeros(task, users) or ())
     read = _reader(task, test) if test else None

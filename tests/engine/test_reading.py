@@ -109,6 +109,15 @@ def test_no_row_of_a_user_decides_how_those_of_others_are_read(y, held_out) -> N
         functional.cross_entropy(torch.zeros(1, 3), torch.tensor(odd.fields["y"][:1]))
 
 
+def test_held_out_numbers_where_the_model_takes_words_are_refused() -> None:
+    x = X.astype(np.float32)
+    people = Population.from_arrays(x, Y, range(4), held_out=(x, Y))
+    assert population_for(Task(Words()), people).test["x"].dtype == np.int64
+    people = Population.from_arrays(x, Y, range(4), held_out=(x + 0.5, Y))
+    with pytest.raises(ModelError, match="takes whole numbers, and held-out field 'x' has"):
+        population_for(Task(Words()), people)
+
+
 def test_a_node_reads_users_by_types_and_shapes_alone() -> None:
     """A missing number may have made floats of all labels or words: others are read the same."""
     x, task = X.astype("f4"), Task(nn.Linear(3, 3))
