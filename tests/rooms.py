@@ -18,7 +18,7 @@ from pathlib import Path
 from simulations import federation, loopback
 
 ROOT = Path(__file__).parents[1]
-MOST = {"simulation": 43, "federation": 65}
+MOST = {"simulation": 42, "federation": 64}
 _SECONDS = 180.0
 _RECORDER = """
 import os, sys, threading, time
