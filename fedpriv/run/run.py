@@ -112,7 +112,6 @@ class RunSetup:
         suffix = os.urandom(4).hex() if config.seed is None else f"seed{config.seed}"
         run = config.run or f"{config.name}-{suffix}"
         folder = RunFolder(out or home / run)
-        ledger = folder.charged(config)
         if not resume:
             folder.refuse_run()  # before the charges of that run seem to exceed the budget
         resuming = resume and folder.plan.exists()
@@ -131,7 +130,9 @@ class RunSetup:
             if config.engine.path == "auto":
                 # Timing might choose another path now, whose results differ by rounding.
                 config = config.changed(engine={"path": begun.engine.path})
-        return cls(config, run, folder, ledger, resuming, keep_going, start)
+            if config.privacy.ledger is None:  # also that of the run whose model it started from
+                config = config.changed(privacy={"ledger": begun.privacy.ledger})
+        return cls(config, run, folder, folder.charged(config), resuming, keep_going, start)
 
     @property
     def spent(self) -> list[RoundEvent]:
