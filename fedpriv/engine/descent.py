@@ -4,11 +4,13 @@ The `direction` of the round's `LocalTraining` turns gradients into steps.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedpriv.engine.task import RoundParameters
+from fedpriv.errors import ModelError
 from fedpriv.privacy.clipping_torch import TorchTensors
 from fedpriv.training.request import CONTROL_PREFIX, LocalStep, LocalTraining
 
@@ -92,7 +94,8 @@ class Descent:
             memory = tuple(tensor[:users] for tensor in self._memory[name])
             control = self._control.get(name, gradient.new_zeros(()))
             state = parameters[name], memory, control, name in self._personal
-            direction, after = local.direction(LocalStep(self._steps, gradient, *state))
+            step = local.direction(LocalStep(self._steps, gradient, *state))
+            direction, after = _checked(local, step, gradient)
             for tensor, new in zip(memory, after, strict=True):
                 tensor.copy_(new)
             moves[name] = direction * -self._rate
@@ -102,6 +105,19 @@ class Descent:
         """Return all displacements, and the changes of control variates, [L, *shape] by name."""
         changes = {CONTROL_PREFIX + name: self._memory[name][0] for name in self._control}
         return {**self.displacement, **changes}
+
+
+def _checked(local: LocalTraining, step: Any, gradient: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+    """Return the direction and the memory of a step; ModelError if they are something else."""
+    match step:
+        case [Tensor(shape=gradient.shape) as direction, [*after]] if len(after) == local.memories:
+            return direction, after
+    parts = step if isinstance(step, tuple) else (step,)
+    kinds = (f"{type(p).__name__}{[*p.shape] if hasattr(p, 'shape') else ''}" for p in parts)
+    raise ModelError(
+        f"direction of {type(local).__name__} returns {', '.join(kinds)}; it must return a tensor "
+        f"{[*gradient.shape]} and a tuple of {local.memories} tensors, as memories says"
+    )
 
 
 def same_for_all(parameters: TorchTensors, users: int) -> TorchTensors:

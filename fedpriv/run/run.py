@@ -74,6 +74,8 @@ if TYPE_CHECKING:
 _MEASURED = ("loss", "accuracy", "figures", "held_out_users")  # on held-out rows
 # Sections that are no part of a plan.
 _MAY_CHANGE = ("engine", "federation", "output", "trackers", "tune")
+# Sections of a plan that its digest does not hold in full.
+_NOT_IN_DIGEST = ("data", "federated_evaluation", "personalisation")
 _log = logging.getLogger(__name__)
 
 
@@ -112,7 +114,6 @@ class RunSetup:
         suffix = os.urandom(4).hex() if config.seed is None else f"seed{config.seed}"
         run = config.run or f"{config.name}-{suffix}"
         folder = RunFolder(out or home / run)
-        ledger = folder.charged(config)
         if not resume:
             folder.refuse_run()  # before the charges of that run seem to exceed the budget
         resuming = resume and folder.plan.exists()
@@ -131,7 +132,9 @@ class RunSetup:
             if config.engine.path == "auto":
                 # Timing might choose another path now, whose results differ by rounding.
                 config = config.changed(engine={"path": begun.engine.path})
-        return cls(config, run, folder, ledger, resuming, keep_going, start)
+            if config.privacy.ledger is None:  # also that of the run whose model it started from
+                config = config.changed(privacy={"ledger": begun.privacy.ledger})
+        return cls(config, run, folder, folder.charged(config), resuming, keep_going, start)
 
     @property
     def spent(self) -> list[RoundEvent]:
@@ -244,15 +247,18 @@ class RunSetup:
 
     def refuse_other_plan(self, experiment: Experiment) -> None:
         """Refuse to resume a run with a plan other than its first."""
-        path, plan = self.folder.plan_digest, experiment.plan
+        if not self.resuming:
+            return
+        path, digest = self.folder.plan_digest, experiment.plan.digest
         begun = path.read_text("ascii", "replace").strip() if path.exists() else "unknown"
-        if self.resuming and begun != plan.digest:
-            changes = _differences(load_config(self.folder.plan), experiment.config)
-            listed = f" ({' and '.join(changes)})" if changes else ""
-            raise InvalidValueError(
-                f"by {path} the run began with plan {begun[:12]!r}, this is {plan.digest[:12]!r}"
-                f"{listed}; a run can only be resumed with the plan it began with"
-            )
+        changes = _differences(self.folder, experiment.config)
+        if begun == digest:
+            found = " and ".join(each for each in changes if each.startswith(_NOT_IN_DIGEST))
+        else:
+            found = f"by {path} the run began with plan {begun[:12]!r}, this is {digest[:12]!r}"
+            found += f" ({' and '.join(changes)})" if changes else ""
+        bound = "a run can only be resumed with the plan it began with"
+        require(not found, f"{found}; {bound}")
 
 
 def _charging_for(start: Path, config: Config) -> Config:
@@ -269,16 +275,17 @@ def _charging_for(start: Path, config: Config) -> Config:
     return config.changed(privacy={"ledger": str(paid)})
 
 
-def _differences(begun: Config, now: Config) -> list[str]:
-    """Return differences of two experiments in settings that a resumed run must not change."""
-    old, new = (
-        flattened(config.model_dump(exclude=set(_MAY_CHANGE), exclude_none=True))
-        for config in (begun, now)
+def _differences(folder: RunFolder, now: Config) -> list[str]:
+    """Return differences from the run in a folder in settings that it must keep when resumed."""
+    tables = (
+        config.model_dump(exclude=set(_MAY_CHANGE), exclude_none=True)
+        for config in (load_config(folder.plan), now)
     )
+    old, new = (flattened(for_folder(folder.path, table)) for table in tables)
     return [
         f"{key} is {new.get(key, 'absent')!s:.40}, was {old.get(key, 'absent')!s:.40}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
+        if old.get(key, {}) != new.get(key, {})
     ]
 
 

@@ -3,6 +3,7 @@
 import logging
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -286,9 +287,9 @@ def test_a_run_that_is_resumed_repeats_and_pays_for_nothing_more(tmp_path: Path)
     again = run(tmp_path / "run", ASKED, resume=True)
     assert again.rounds == whole.rounds
     assert len(charged(tmp_path / "run")) == 8
-    other = fedpriv.FederatedEvaluation(noise_multiplier=8.0, every=2, held_out=0.2)
-    with pytest.raises(InvalidValueError, match="only be resumed with the plan it began with"):
-        run(tmp_path / "run", other, resume=True)
+    for changed in ({"held_out": 0.2}, {"noise_multiplier": 4.0}):
+        with pytest.raises(InvalidValueError, match="only be resumed with the plan it began with"):
+            run(tmp_path / "run", replace(ASKED, **changed), resume=True)
 
 
 def test_once_means_after_the_last_round(tmp_path: Path) -> None:

@@ -267,6 +267,9 @@ def test_fine_tuned_models_are_measured_beside_the_released_one(tmp_path: Path) 
     assert run.rounds[-1].figures == run.figures
     # The plan in its folder says how.
     assert "[personalisation.local]" in (tmp_path / "run" / "plan.toml").read_text()
+    other = {"personalisation": replace(how, share=0.4), "resume": True}
+    with pytest.raises(InvalidValueError, match=r"\.share is 0\.4, was 0\.5; a run can"):
+        simulated(tmp_path, network(), SGD(0.3, epochs=2), **other)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from fedpriv.training.optimizers import (
     ServerOptimizer,
     Step,
 )
+from fedpriv.training.request import LocalStep
 from tests.commandline import printed, refused
 
 FILE = Path(__file__).parents[2] / "fedpriv/experiment/bundled/digits.toml"
@@ -187,6 +188,34 @@ class Weighted(SGD):
     """Has a table."""
 
     weights: Mapping[str, float] = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class Turned(SGD):
+    """Is given a direction by a test."""
+
+
+@pytest.mark.parametrize(
+    ("turn", "returns"),
+    [
+        (lambda step: (step.gradient.sum(), step.memory), r"Tensor\[\], tuple"),
+        (lambda step: (step.gradient.numpy(), step.memory), r"ndarray\[1, 5, 8\], tuple"),
+        (lambda step: step.gradient, r"Tensor\[1, 5, 8\]"),
+        (lambda step: (step.gradient, (step.gradient,)), r"Tensor\[1, 5, 8\], tuple"),
+        (lambda _: None, "NoneType"),
+    ],
+)
+def test_an_algorithm_without_a_direction_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    turn: Callable[[LocalStep], object],
+    returns: str,
+) -> None:
+    monkeypatch.setattr(Turned, "direction", lambda _, step: turn(step))
+    legal = r"it must return a tensor \[1, 5, 8\] and a tuple of 0 tensors, as memories says"
+    with pytest.raises(ModelError, match=f"direction of Turned returns {returns}; {legal}"):
+        start(tmp_path / "run", X[:20], Y[:20], local=Turned(0.1, steps=1))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,54 @@ def test_another_plan_is_refused_from_the_first_charge_on(run: RunFolder, change
     assert (content(run), head_of(run)) == before
 
 
+OWN = """
+from dataclasses import replace
+from fedpriv.data import load_digits
+
+def people(seed=0):
+    return replace(load_digits(40, seed), name="people")
+
+others = people
+
+def stop(released):
+    raise KeyboardInterrupt
+"""
+
+
+def test_other_data_of_the_same_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    run, given = RunFolder(tmp_path / "run"), ("--set", "rounds=3", "--set", "data=mine:people")
+    command = ("simulate", DIGITS, *given, "--out", run.path)
+    assert fedpriv(*command, '--set=trackers=["mine:stop"]', cwd=tmp_path).returncode == 130
+    before = run.plan.read_bytes(), head_of(run)
+    for changed, was in (
+        ("data.options.seed=1", "absent"),
+        ("data.name=mine:others", "mine:people"),
+    ):
+        said = refused(*command, "--resume", "--set", changed, cwd=tmp_path)
+        assert said == f"error: {changed.replace('=', ' is ')}, was {was}; {BOUND}"
+        assert (run.plan.read_bytes(), head_of(run)) == before
+    assert fedpriv(*command, "--resume", cwd=tmp_path).returncode == 0
+
+
+def test_the_same_file_of_data_may_be_written_as_another_path(tmp_path: Path) -> None:
+    for name, first in (("train.csv", 0), ("test.csv", 100), ("other.csv", 200)):
+        rows = (f"{first + row // 5},{row % 2},{row % 2}\n" for row in range(100))
+        (tmp_path / name).write_text("".join(["w,x,y\n", *rows]))
+    options = 'train="train.csv", test="test.csv", user_column="w", columns={x=["x"], y="y"}'
+    given = [f'data={{name="hugging-face", options={{{options}}}}}', "model.options.inputs=1"]
+    given = [f"--set={each}" for each in (*given, "rounds=1", "privacy.epsilon=9.0")]
+    command = ("simulate", DIGITS, *given, "--out", "run")
+    assert fedpriv(*command, cwd=tmp_path).returncode == 0
+    command = (*command, "--resume", "--set")
+    there = f"data.options.test={tmp_path / 'test.csv'}"
+    for setting in ("rounds=1", there):
+        done = fedpriv(*command, setting, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    said = refused(*command, "data.options.test=other.csv", cwd=tmp_path)
+    assert said == f"error: data.options.test is ../other.csv, was ../test.csv; {BOUND}"
+
+
 @pytest.mark.parametrize("others", [(), ("--set", "output.evaluate_every=2")])
 def test_the_same_plan_goes_on_with_a_new_attempt(run: RunFolder, others: tuple[str, ...]) -> None:
     """The noise is that of the begin, so the attempt that was lost is a round less."""

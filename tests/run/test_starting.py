@@ -85,8 +85,11 @@ def test_both_cost_together_what_their_ledger_says(first: fedpriv.Run, tmp_path:
     }
 
 
-def test_a_run_that_was_interrupted_goes_on_from_where_it_started(tmp_path: Path) -> None:
-    """Also before its first checkpoint of its own."""
+@pytest.mark.parametrize("named", [True, False])
+def test_a_run_that_was_interrupted_goes_on_from_where_it_started(
+    tmp_path: Path, *, named: bool
+) -> None:
+    """Also before its first checkpoint of its own, and if its start is not named again."""
 
     def stop(result: fedpriv.RoundResult) -> None:
         if result.round == 1:
@@ -97,7 +100,9 @@ def test_a_run_that_was_interrupted_goes_on_from_where_it_started(tmp_path: Path
     whole = trained(tmp_path / "whole", start=begun.folder, **given)
     with pytest.raises(KeyboardInterrupt):
         trained(tmp_path / "parts", start=begun.folder, trackers=[stop], **given)
-    parts = trained(tmp_path / "parts", start=begun.folder, resume=True, **given)
+    again = {"start": begun.folder} if named else {}
+    parts = trained(tmp_path / "parts", resume=True, **again, **given)
+    assert parts.ledger == begun.ledger
     for name, tensor in whole.state.model.items():
         np.testing.assert_allclose(parts.state.model[name], tensor, atol=1e-6)
 
