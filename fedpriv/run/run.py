@@ -253,12 +253,12 @@ class RunSetup:
         begun = path.read_text("ascii", "replace").strip() if path.exists() else "unknown"
         changes = _differences(self.folder, experiment.config)
         if begun == digest:
-            found = " and ".join(each for each in changes if each.startswith(_NOT_IN_DIGEST))
+            reason = " and ".join(each for each in changes if each.startswith(_NOT_IN_DIGEST))
         else:
-            found = f"by {path} the run began with plan {begun[:12]!r}, this is {digest[:12]!r}"
-            found += f" ({' and '.join(changes)})" if changes else ""
+            reason = f"by {path} the run began with plan {begun[:12]!r}, this is {digest[:12]!r}"
+            reason += f" ({' and '.join(changes)})" if changes else ""
         bound = "a run can only be resumed with the plan it began with"
-        require(not found, f"{found}; {bound}")
+        require(not reason, f"{reason}; {bound}")
 
 
 def _charging_for(start: Path, config: Config) -> Config:
