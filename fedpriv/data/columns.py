@@ -138,7 +138,7 @@ def refuse_faults(faults: Faults, rows: Array) -> None:
         )
 
 
-def read_column(what: str, column: ColumnLike) -> tuple[Array, Faults]:
+def read_column(what: str, column: ColumnLike, *, gaps: bool = False) -> tuple[Array, Faults]:
     """Turn a column into an array of numbers or of text, [rows, ...], and find its faults.
 
     Floats become float32, the type of parameters, unsigned integers of more than 8 bits int64, and
@@ -148,7 +148,8 @@ def read_column(what: str, column: ColumnLike) -> tuple[Array, Faults]:
 
     A row has a fault if one of its values is missing, has another kind or shape than most values,
     or exceeds 63 bits. The array holds another value in its place, so that it decides neither the
-    type nor the shape of the column.
+    type nor the shape of the column. A missing number is NaN, and no fault, if some number is a
+    float, or with `gaps`.
     """
     table = columns_by_name(column) if is_frame(column) else column
     if isinstance(table, Mapping):
@@ -162,7 +163,7 @@ def read_column(what: str, column: ColumnLike) -> tuple[Array, Faults]:
         if not isinstance(column, Sequence):
             raise DataError(f"{what} cannot be an array: {error}") from error
         array = np.fromiter(column, object, len(column))
-    array, faults = _of_objects(what, array) if array.dtype.kind == "O" else (array, Faults())
+    array, faults = _of_objects(what, array, gaps=gaps) if array.dtype == "O" else (array, Faults())
     match array.dtype.kind:
         case "f":
             with np.errstate(over="ignore"):  # its user will count as zero
@@ -182,7 +183,7 @@ def read_column(what: str, column: ColumnLike) -> tuple[Array, Faults]:
     raise DataError(f"{what} has dtype {array.dtype}; give numbers, or text for classes")
 
 
-def _of_objects(what: str, objects: Array) -> tuple[Array, Faults]:
+def _of_objects(what: str, objects: Array, *, gaps: bool) -> tuple[Array, Faults]:
     """Return objects as numbers, text or arrays, as most of them are, and the faults of others."""
     if objects.ndim == 0:
         value = objects.item()
@@ -199,8 +200,12 @@ def _of_objects(what: str, objects: Array) -> tuple[Array, Faults]:
         raise DataError(f"{what} has {kinds[0]} in all {len(objects)} rows; {cure}")
     usual = _usual(legal) if legal else float
     faults, legal_place = Faults(), kinds.index(usual) if legal else 0
+    known = (value for value, kind in zip(values, kinds, strict=True) if kind is float)
+    gaps = usual is float and (gaps or any(isinstance(v, float | np.floating) for v in known))
     for place, kind in enumerate(kinds):
-        if kind != usual:
+        if gaps and kind == _NO_VALUE:
+            values[place] = math.nan
+        elif kind != usual:
             row = place * len(objects) // len(values)
             pad = "; pad or crop it" if isinstance(kind, tuple) else ""
             faults[row] = f"{what} has {_named(kind)}, where most values are {_named(usual)}{pad}"
@@ -277,7 +282,7 @@ def _read_table(what: str, columns: Mapping[Hashable, ColumnLike]) -> tuple[Arra
     """Read columns of numbers or booleans, [rows]; DataError names those of text or categories."""
     if not columns:
         raise DataError(f"{what} is made of no columns; there must be at least one")
-    read = {name: read_column(f"column {name!r}", column) for name, column in columns.items()}
+    read = {n: read_column(f"column {n!r}", each, gaps=True) for n, each in columns.items()}
     arrays = {name: array for name, (array, _) in read.items()}
     texts = [
         name

@@ -157,6 +157,11 @@ def test_a_user_without_some_numbers_refuses_nobody_else() -> None:
     frame = FRAME.assign(age=[1, None, 2, None, 3, None])
     people = Population.from_frame(frame, y="label", user="who")
     assert np.isnan(people.users.fields["x"]).sum() == 3
+    whole = pd.DataFrame({"a": pd.Series([None, 1, 2, 1, 1, 1], dtype=object)})
+    for x in (whole, [None, 1.5, 2, 1, 1, 1]):
+        people = Population.from_arrays(x, TEXTS, IDS)
+        assert np.isnan(people.users.fields["x"]).sum() == 1
+        people.users.refuse_broken()
 
 
 @pytest.mark.parametrize(
