@@ -324,8 +324,12 @@ def _numbers_as_text(texts: Array) -> str | None:
 
 def categories_of(column: object) -> list[Any] | None:
     """Return the categories of a categorical column in their order; None for other columns."""
-    kinds = getattr(getattr(column, "dtype", None), "categories", None)
-    return None if kinds is None or not hasattr(kinds, "__iter__") else list(kinds)
+    chunks = column.unify_dictionaries().chunks if hasattr(column, "unify_dictionaries") else []
+    dictionary = getattr(chunks[0] if chunks else column, "dictionary", None)  # of pyarrow
+    kinds = getattr(getattr(column, "dtype", None), "categories", dictionary)
+    if kinds is None or not hasattr(kinds, "__iter__"):
+        return None
+    return [kind for kind in as_numpy(kinds).tolist() if str(kind).strip()]
 
 
 @dataclass(frozen=True)

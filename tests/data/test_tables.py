@@ -164,6 +164,18 @@ def test_a_user_without_some_numbers_refuses_nobody_else() -> None:
         people.users.refuse_broken()
 
 
+def test_classes_have_the_order_of_arrows_dictionaries() -> None:
+    levels = pd.Categorical(TEXTS, ["no", "yes", "maybe"])
+    table = pa.Table.from_pandas(FRAME[["who", "age"]].assign(label=levels))
+    halves = pa.concat_tables([table[:3], table[3:]])
+    for frame in (table, halves, table.to_batches()[0]):
+        people = Population.from_frame(frame, y="label", user="who")
+        assert people.classes == ("no", "yes", "maybe")
+        assert people.users.fields["y"].tolist() == [0, 0, 1, 1, 2, 0]
+    with pytest.raises(DataError, match="column 'label' holds text or categories"):
+        Population.from_frame(table, x=["label"], y="age", user="who")
+
+
 @pytest.mark.parametrize(
     ("x", "y", "given", "message"),
     [
