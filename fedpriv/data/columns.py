@@ -403,8 +403,9 @@ def numbered(
 
     The number of a label is its place in `classes`, by default the sorted list of all texts in both
     fields y. If classes are texts and labels are integers, the labels stay and the texts are their
-    names. A user's label outside the list is a fault. DataError names a field with other text, or a
-    held-out field with missing values or labels outside the list.
+    names. A user's label is a fault if it is missing, as empty text is, or outside the list, or a
+    fraction where held-out labels are whole. DataError names a field with other text, or a held-out
+    field with missing values or labels outside the list.
     """
     for place, fields in (("", users), ("held-out ", test)):
         for name, field in fields.items():
@@ -426,12 +427,26 @@ def numbered(
             )
         classes = np.unique(np.concatenate(texts)).tolist()
     names = None if classes is None else checked_classes(classes)
+    if labels and labels[0].dtype.kind == "f":
+        users["y"], faults = _as_held_out(labels[0], labels[-1])
     if classes is not None and labels:
-        users["y"], faults = _places(users["y"], classes)
+        users["y"], wrong = _places(users["y"], classes)
+        faults = wrong | faults
     if classes is not None and len(labels) > 1:
         test["y"], wrong = _places(test["y"], classes)
         refuse_faults(wrong, test["y"])
     return users, test, names, faults
+
+
+def _as_held_out(labels: Any, like: Array) -> tuple[Array, Faults]:
+    """Return float labels, in the type of held-out ones `like` if these are whole, and faults."""
+    exact = like.dtype, 2**24  # up to which float32 holds every whole number
+    kind, most = exact if like.dtype.kind in "biu" else (labels.dtype, math.inf)
+    with np.errstate(invalid="ignore"):
+        read = labels.astype(kind, copy=False)
+    wrong = np.nonzero((read != labels) | (np.abs(labels) > most))[0]
+    other = "a fraction or a number beyond 24 bits where held-out labels are whole"
+    return read, dict.fromkeys(wrong.tolist(), f"field 'y' has {_NO_VALUE}, or {other}")
 
 
 def checked_classes(classes: object) -> tuple[str, ...]:

@@ -164,6 +164,29 @@ def test_a_user_without_some_numbers_refuses_nobody_else() -> None:
         people.users.refuse_broken()
 
 
+HOLE = [1, None, 0, 1, 2, 0]  # bob's
+
+
+@pytest.mark.parametrize("y", [pd.array(HOLE, "Int64"), np.array(HOLE, float), pa.array(HOLE)])
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.float64])
+def test_a_missing_whole_number_among_labels_is_a_fault_of_its_user_alone(y, kind) -> None:
+    held_out = (X[:2], np.array([0, 1], kind))
+    people = Population.from_arrays(X, y, IDS, held_out=held_out)
+    assert people.users.fields["y"].tolist() == [1, 0, 1, 0]
+    assert people.users.fields["y"].dtype == people.test["y"].dtype
+    with pytest.raises(DataError, match=r"'y' has no value .* row 0 of user 'bob'; 1 of 3 users"):
+        people.users.refuse_broken()
+    assert [*Population.from_arrays(X, y, IDS).users.broken] == [1]
+
+
+def test_a_label_that_is_no_whole_number_is_its_users_fault_if_held_out_ones_are() -> None:
+    for odd in (0.5, 2.0**25, -np.inf):
+        y = np.array([1, odd, 0, 1, 2, 0])
+        people = Population.from_arrays(X, y, IDS, held_out=(X[:2], [0, 1]), classes=[0, 1, 2])
+        assert people.users.fields["y"].tolist() == [1, 0, 1, 0]
+        assert "a fraction or a number beyond 24 bits" in people.users.broken[1]
+
+
 def test_classes_have_the_order_of_arrows_dictionaries() -> None:
     levels = pd.Categorical(TEXTS, ["no", "yes", "maybe"])
     table = pa.Table.from_pandas(FRAME[["who", "age"]].assign(label=levels))
