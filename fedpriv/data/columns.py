@@ -420,12 +420,12 @@ def numbered(
     labels = [fields["y"] for fields in (users, test) if "y" in users.keys() & fields.keys()]
     texts = [each for each in labels if each.dtype.kind in "US"]
     if classes is None and texts:
-        if _numbers_as_text(np.concatenate(texts)) is not None:
+        classes = [text for text in np.unique(np.concatenate(texts)).tolist() if text.strip()]
+        if _numbers_as_text(np.array(classes)) is not None:
             raise DataError(
                 "field 'y' holds numbers as text; turn them into numbers, as astype(float) does, "
                 "or give classes, a list of these texts, if they are names"
             )
-        classes = np.unique(np.concatenate(texts)).tolist()
     names = None if classes is None else checked_classes(classes)
     if labels and labels[0].dtype.kind == "f":
         users["y"], faults = _as_held_out(labels[0], labels[-1])
@@ -467,7 +467,7 @@ def _places(labels: Array, classes: Classes) -> tuple[Array, Faults]:
 
     Numbers are places already if classes are texts; a task may ignore negative ones.
     """
-    why = f"field 'y' has a label that is none of the classes {[*classes]}"
+    why = f"field 'y' has no label, or one that is none of the classes {[*classes]}"
     if labels.dtype.kind not in "US" and all(isinstance(label, str) for label in classes):
         beyond = cast(NDArray[np.int64], labels) >= len(classes)
         return labels, dict.fromkeys(np.nonzero(beyond)[0].tolist(), f"{why}, numbered from 0")

@@ -124,7 +124,7 @@ def test_classes_are_numbered_alike_in_held_out_rows() -> None:
     assert made().test["y"].tolist() == [1, 2]
     listed = made(classes=["yes", "never", "no", "maybe"])
     assert (listed.test["y"].tolist(), listed.classes_given) == ([1, 2], True)
-    with pytest.raises(DataError, match=r"'y' has a label that is none of .*in row 0;"):
+    with pytest.raises(DataError, match=r"'y' has no label, or one that is none of .*in row 0;"):
         made(classes=["no", "yes", "maybe"])
     levels = pd.Categorical(TEXTS, ["no", "maybe", "yes"], ordered=True)
     assert made(pd.Series(levels), ("yes", "no")).test["y"].tolist() == [2, 0]
@@ -185,6 +185,17 @@ def test_a_label_that_is_no_whole_number_is_its_users_fault_if_held_out_ones_are
         people = Population.from_arrays(X, y, IDS, held_out=(X[:2], [0, 1]), classes=[0, 1, 2])
         assert people.users.fields["y"].tolist() == [1, 0, 1, 0]
         assert "a fraction or a number beyond 24 bits" in people.users.broken[1]
+
+
+def test_an_empty_text_is_a_missing_label_and_no_class() -> None:
+    texts = ["b", " ", "a", "b", "b", "a"]
+    for y in (texts, pd.Series(texts, dtype="category")):
+        people = Population.from_arrays(X, y, IDS)
+        assert people.classes == ("a", "b")
+        with pytest.raises(DataError, match=r"'y' has no label, or .* user 'bob'; 1 of 3 users"):
+            people.users.refuse_broken()
+    with pytest.raises(DataError, match="field 'y' holds numbers as text"):
+        Population.from_arrays(X, ["2", "", "1", "2", "2", "1"], IDS)
 
 
 def test_classes_have_the_order_of_arrows_dictionaries() -> None:
