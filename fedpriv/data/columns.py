@@ -138,7 +138,7 @@ def refuse_faults(faults: Faults, rows: Array) -> None:
         )
 
 
-def read_column(what: str, column: ColumnLike) -> tuple[Array, Faults]:
+def read_column(what: str, column: ColumnLike, *, gaps: bool = False) -> tuple[Array, Faults]:
     """Turn a column into an array of numbers or of text, [rows, ...], and find its faults.
 
     Floats become float32, the type of parameters, unsigned integers of more than 8 bits int64, and
@@ -148,7 +148,8 @@ def read_column(what: str, column: ColumnLike) -> tuple[Array, Faults]:
 
     A row has a fault if one of its values is missing, has another kind or shape than most values,
     or exceeds 63 bits. The array holds another value in its place, so that it decides neither the
-    type nor the shape of the column.
+    type nor the shape of the column. A missing number is NaN, and no fault, if some number is a
+    float, or with `gaps`.
     """
     table = columns_by_name(column) if is_frame(column) else column
     if isinstance(table, Mapping):
@@ -162,7 +163,7 @@ def read_column(what: str, column: ColumnLike) -> tuple[Array, Faults]:
         if not isinstance(column, Sequence):
             raise DataError(f"{what} cannot be an array: {error}") from error
         array = np.fromiter(column, object, len(column))
-    array, faults = _of_objects(what, array) if array.dtype.kind == "O" else (array, Faults())
+    array, faults = _of_objects(what, array, gaps=gaps) if array.dtype == "O" else (array, Faults())
     match array.dtype.kind:
         case "f":
             with np.errstate(over="ignore"):  # its user will count as zero
@@ -182,7 +183,7 @@ def read_column(what: str, column: ColumnLike) -> tuple[Array, Faults]:
     raise DataError(f"{what} has dtype {array.dtype}; give numbers, or text for classes")
 
 
-def _of_objects(what: str, objects: Array) -> tuple[Array, Faults]:
+def _of_objects(what: str, objects: Array, *, gaps: bool) -> tuple[Array, Faults]:
     """Return objects as numbers, text or arrays, as most of them are, and the faults of others."""
     if objects.ndim == 0:
         value = objects.item()
@@ -199,8 +200,12 @@ def _of_objects(what: str, objects: Array) -> tuple[Array, Faults]:
         raise DataError(f"{what} has {kinds[0]} in all {len(objects)} rows; {cure}")
     usual = _usual(legal) if legal else float
     faults, legal_place = Faults(), kinds.index(usual) if legal else 0
+    known = (value for value, kind in zip(values, kinds, strict=True) if kind is float)
+    gaps = usual is float and (gaps or any(isinstance(v, float | np.floating) for v in known))
     for place, kind in enumerate(kinds):
-        if kind != usual:
+        if gaps and kind == _NO_VALUE:
+            values[place] = math.nan
+        elif kind != usual:
             row = place * len(objects) // len(values)
             pad = "; pad or crop it" if isinstance(kind, tuple) else ""
             faults[row] = f"{what} has {_named(kind)}, where most values are {_named(usual)}{pad}"
@@ -277,7 +282,7 @@ def _read_table(what: str, columns: Mapping[Hashable, ColumnLike]) -> tuple[Arra
     """Read columns of numbers or booleans, [rows]; DataError names those of text or categories."""
     if not columns:
         raise DataError(f"{what} is made of no columns; there must be at least one")
-    read = {name: read_column(f"column {name!r}", column) for name, column in columns.items()}
+    read = {n: read_column(f"column {n!r}", each, gaps=True) for n, each in columns.items()}
     arrays = {name: array for name, (array, _) in read.items()}
     texts = [
         name
@@ -319,8 +324,12 @@ def _numbers_as_text(texts: Array) -> str | None:
 
 def categories_of(column: object) -> list[Any] | None:
     """Return the categories of a categorical column in their order; None for other columns."""
-    kinds = getattr(getattr(column, "dtype", None), "categories", None)
-    return None if kinds is None or not hasattr(kinds, "__iter__") else list(kinds)
+    chunks = column.unify_dictionaries().chunks if hasattr(column, "unify_dictionaries") else []
+    dictionary = getattr(chunks[0] if chunks else column, "dictionary", None)  # of pyarrow
+    kinds = getattr(getattr(column, "dtype", None), "categories", dictionary)
+    if kinds is None or not hasattr(kinds, "__iter__"):
+        return None
+    return [kind for kind in as_numpy(kinds).tolist() if str(kind).strip()]
 
 
 @dataclass(frozen=True)
@@ -394,8 +403,9 @@ def numbered(
 
     The number of a label is its place in `classes`, by default the sorted list of all texts in both
     fields y. If classes are texts and labels are integers, the labels stay and the texts are their
-    names. A user's label outside the list is a fault. DataError names a field with other text, or a
-    held-out field with missing values or labels outside the list.
+    names. A user's label is a fault if it is missing, as empty text is, or outside the list, or a
+    fraction where held-out labels are whole. DataError names a field with other text, or a held-out
+    field with missing values or labels outside the list.
     """
     for place, fields in (("", users), ("held-out ", test)):
         for name, field in fields.items():
@@ -410,19 +420,33 @@ def numbered(
     labels = [fields["y"] for fields in (users, test) if "y" in users.keys() & fields.keys()]
     texts = [each for each in labels if each.dtype.kind in "US"]
     if classes is None and texts:
-        if _numbers_as_text(np.concatenate(texts)) is not None:
+        classes = [text for text in np.unique(np.concatenate(texts)).tolist() if text.strip()]
+        if _numbers_as_text(np.array(classes)) is not None:
             raise DataError(
                 "field 'y' holds numbers as text; turn them into numbers, as astype(float) does, "
                 "or give classes, a list of these texts, if they are names"
             )
-        classes = np.unique(np.concatenate(texts)).tolist()
     names = None if classes is None else checked_classes(classes)
+    if labels and labels[0].dtype.kind == "f":
+        users["y"], faults = _as_held_out(labels[0], labels[-1])
     if classes is not None and labels:
-        users["y"], faults = _places(users["y"], classes)
+        users["y"], wrong = _places(users["y"], classes)
+        faults = wrong | faults
     if classes is not None and len(labels) > 1:
         test["y"], wrong = _places(test["y"], classes)
         refuse_faults(wrong, test["y"])
     return users, test, names, faults
+
+
+def _as_held_out(labels: Any, like: Array) -> tuple[Array, Faults]:
+    """Return float labels, in the type of held-out ones `like` if these are whole, and faults."""
+    exact = like.dtype, 2**24  # up to which float32 holds every whole number
+    kind, most = exact if like.dtype.kind in "biu" else (labels.dtype, math.inf)
+    with np.errstate(invalid="ignore"):
+        read = labels.astype(kind, copy=False)
+    wrong = np.nonzero((read != labels) | (np.abs(labels) > most))[0]
+    other = "a fraction or a number beyond 24 bits where held-out labels are whole"
+    return read, dict.fromkeys(wrong.tolist(), f"field 'y' has {_NO_VALUE}, or {other}")
 
 
 def checked_classes(classes: object) -> tuple[str, ...]:
@@ -443,7 +467,7 @@ def _places(labels: Array, classes: Classes) -> tuple[Array, Faults]:
 
     Numbers are places already if classes are texts; a task may ignore negative ones.
     """
-    why = f"field 'y' has a label that is none of the classes {[*classes]}"
+    why = f"field 'y' has no label, or one that is none of the classes {[*classes]}"
     if labels.dtype.kind not in "US" and all(isinstance(label, str) for label in classes):
         beyond = cast(NDArray[np.int64], labels) >= len(classes)
         return labels, dict.fromkeys(np.nonzero(beyond)[0].tolist(), f"{why}, numbered from 0")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -253,6 +254,18 @@ def test_ids_in_a_csv_file_are_as_they_are_written(tmp_path):
     people = of_csv(tmp_path, ["007", "7", "007"], ["x1"])
     assert people.users.user_ids.tolist() == ["007", "7"]
     assert people.users.sizes.tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_an_empty_cell_is_a_missing_number_or_a_missing_label_of_its_user(tmp_path, ending):
+    table = pd.DataFrame({"who": ["ann", "bob", "eve"], "a": [1, None, 3], "b": ["x", "y", ""]})
+    for name, rows in (("train", table), ("test", table[:1].assign(who="x1"))):
+        path = tmp_path / f"{name}.{ending}"
+        rows.to_csv(path, index=False) if ending == "csv" else rows.to_parquet(path)
+    files = options(tmp_path, f"train.{ending}", f"test.{ending}", **IDS)
+    people = load_population("hugging-face", files)
+    np.testing.assert_array_equal(people.users.fields["x"], [[1], [np.nan]])
+    assert (people.classes, [*people.users.broken]) == (("x", "y"), [2])
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_classes_are_numbered_alike_in_held_out_rows() -> None:
     assert made().test["y"].tolist() == [1, 2]
     listed = made(classes=["yes", "never", "no", "maybe"])
     assert (listed.test["y"].tolist(), listed.classes_given) == ([1, 2], True)
-    with pytest.raises(DataError, match=r"'y' has a label that is none of .*in row 0;"):
+    with pytest.raises(DataError, match=r"'y' has no label, or one that is none of .*in row 0;"):
         made(classes=["no", "yes", "maybe"])
     levels = pd.Categorical(TEXTS, ["no", "maybe", "yes"], ordered=True)
     assert made(pd.Series(levels), ("yes", "no")).test["y"].tolist() == [2, 0]
@@ -157,6 +157,57 @@ def test_a_user_without_some_numbers_refuses_nobody_else() -> None:
     frame = FRAME.assign(age=[1, None, 2, None, 3, None])
     people = Population.from_frame(frame, y="label", user="who")
     assert np.isnan(people.users.fields["x"]).sum() == 3
+    whole = pd.DataFrame({"a": pd.Series([None, 1, 2, 1, 1, 1], dtype=object)})
+    for x in (whole, [None, 1.5, 2, 1, 1, 1]):
+        people = Population.from_arrays(x, TEXTS, IDS)
+        assert np.isnan(people.users.fields["x"]).sum() == 1
+        people.users.refuse_broken()
+
+
+HOLE = [1, None, 0, 1, 2, 0]  # bob's
+
+
+@pytest.mark.parametrize("y", [pd.array(HOLE, "Int64"), np.array(HOLE, float), pa.array(HOLE)])
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.float64])
+def test_a_missing_whole_number_among_labels_is_a_fault_of_its_user_alone(y, kind) -> None:
+    held_out = (X[:2], np.array([0, 1], kind))
+    people = Population.from_arrays(X, y, IDS, held_out=held_out)
+    assert people.users.fields["y"].tolist() == [1, 0, 1, 0]
+    assert people.users.fields["y"].dtype == people.test["y"].dtype
+    with pytest.raises(DataError, match=r"'y' has no value .* row 0 of user 'bob'; 1 of 3 users"):
+        people.users.refuse_broken()
+    assert [*Population.from_arrays(X, y, IDS).users.broken] == [1]
+
+
+def test_a_label_that_is_no_whole_number_is_its_users_fault_if_held_out_ones_are() -> None:
+    for odd in (0.5, 2.0**25, -np.inf):
+        y = np.array([1, odd, 0, 1, 2, 0])
+        people = Population.from_arrays(X, y, IDS, held_out=(X[:2], [0, 1]), classes=[0, 1, 2])
+        assert people.users.fields["y"].tolist() == [1, 0, 1, 0]
+        assert "a fraction or a number beyond 24 bits" in people.users.broken[1]
+
+
+def test_an_empty_text_is_a_missing_label_and_no_class() -> None:
+    texts = ["b", " ", "a", "b", "b", "a"]
+    for y in (texts, pd.Series(texts, dtype="category")):
+        people = Population.from_arrays(X, y, IDS)
+        assert people.classes == ("a", "b")
+        with pytest.raises(DataError, match=r"'y' has no label, or .* user 'bob'; 1 of 3 users"):
+            people.users.refuse_broken()
+    with pytest.raises(DataError, match="field 'y' holds numbers as text"):
+        Population.from_arrays(X, ["2", "", "1", "2", "2", "1"], IDS)
+
+
+def test_classes_have_the_order_of_arrows_dictionaries() -> None:
+    levels = pd.Categorical(TEXTS, ["no", "yes", "maybe"])
+    table = pa.Table.from_pandas(FRAME[["who", "age"]].assign(label=levels))
+    halves = pa.concat_tables([table[:3], table[3:]])
+    for frame in (table, halves, table.to_batches()[0]):
+        people = Population.from_frame(frame, y="label", user="who")
+        assert people.classes == ("no", "yes", "maybe")
+        assert people.users.fields["y"].tolist() == [0, 0, 1, 1, 2, 0]
+    with pytest.raises(DataError, match="column 'label' holds text or categories"):
+        Population.from_frame(table, x=["label"], y="age", user="who")
 
 
 @pytest.mark.parametrize(
