@@ -200,8 +200,8 @@ def _of_objects(what: str, objects: Array, *, gaps: bool) -> tuple[Array, Faults
         raise DataError(f"{what} has {kinds[0]} in all {len(objects)} rows; {cure}")
     usual = _usual(legal) if legal else float
     faults, legal_place = Faults(), kinds.index(usual) if legal else 0
-    known = (value for value, kind in zip(values, kinds, strict=True) if kind is float)
-    gaps = usual is float and (gaps or any(isinstance(v, float | np.floating) for v in known))
+    numbers = (value for value, kind in zip(values, kinds, strict=True) if kind is float)
+    gaps = usual is float and (gaps or any(isinstance(n, float | np.floating) for n in numbers))
     for place, kind in enumerate(kinds):
         if gaps and kind == _NO_VALUE:
             values[place] = math.nan
