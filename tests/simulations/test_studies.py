@@ -13,6 +13,7 @@ from simulations import dealt_mnist, two_scanners
 from simulations.small_cnn import small_cnn
 
 STUDIES = [
+    "clipping_deep",
     "clipping_digits",
     "clipping_mnist_writers",
     "clipping_mnist_writers_cnn",
