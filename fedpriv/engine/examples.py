@@ -159,7 +159,8 @@ class Examples:
     def batches(self) -> Iterator[tuple[Inputs, Tensor]]:
         """Yield x and y of each step of the only user, [b, …], without rows that fill slices."""
         for rows in self.schedule.batches():
-            yield self.task.given(self._columns(rows))
+            columns = self._columns(rows[np.newaxis])
+            yield self.task.given({name: column[0] for name, column in columns.items()})
 
     def blocks(self) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
         """Yield each row to measure once: x and y [L·W, …], and which rows are real [L, W]."""
@@ -192,13 +193,13 @@ class Examples:
         return Batches(*self.task.given(self._columns(rows)), counting)
 
     def _columns(self, rows: Integers) -> TorchTensors:
-        """Return the fields of rows [l, …] on the device."""
+        """Return the fields of rows [L, …] on the device."""
         if self.resident is None:
             return {n: to_device(t, self.device) for n, t in self.gathered(rows).items()}
         return self._selected(to_device(torch.from_numpy(rows), self.device))
 
     def _selected(self, rows: Tensor) -> TorchTensors:
-        """Return the resident fields of rows [l, …]."""
+        """Return the resident fields of rows of any shape."""
         shape, rows = rows.shape, rows.flatten()
         return {
             name: column.index_select(0, rows).view(*shape, *column.shape[1:])
@@ -206,7 +207,7 @@ class Examples:
         }
 
     def gathered(self, rows: Integers) -> TorchTensors:
-        """Return the fields of rows [l, …] on the CPU, with zeros in lanes without users."""
+        """Return the fields of rows [L, …] on the CPU, with zeros in lanes without users."""
         columns, users, pinned = TorchTensors(), len(self.users), self.device.type == "cuda"
         for name in self.task.fields:
             column = self.store.fields[name]

@@ -88,15 +88,22 @@ def test_lanes_hold_the_batches_of_their_users_and_lanes_beyond_are_blank(
     assert seen == [*in_order, [], []]
 
 
-@given(populations, locals_, st.sampled_from([1, 40, 2**22]), st.booleans())
+@given(
+    populations,
+    locals_,
+    st.sampled_from([1, 40, 2**22]),
+    st.sampled_from(["in place", "read", "held"]),
+)
 def test_a_user_who_goes_alone_has_its_batches(
-    sizes: list[int], local: LocalTraining, window: int, held: bool
+    sizes: list[int], local: LocalTraining, window: int, kind: str
 ) -> None:
     store, user = store_of(sizes), len(sizes) - 1
     trainer = Trainer(TASK, store, None, CPU, 2**20, "float32")
     own = trainer._examples(request_under(TASK, local, len(sizes), 1.0), Chunk(np.array([user])))
-    if held:
-        own = replace(own, resident=held_on(CPU, store.fields))
+    assert own.resident is not None
+    if kind != "in place":  # from files that are mapped, or on a GPU
+        held = held_on(CPU, store.fields) if kind == "held" else None
+        own = replace(own, resident=held)
     given_to = user, int(store.offsets[user]), sizes[user], local, KEY
     with patch.object(module, "_WINDOW", window), patch.object(module, "_MEASURED", window):
         found = [numbers_of(x, y) for x, y in own.batches()]
