@@ -168,12 +168,12 @@ class InProcessTransport(Transport):
     ) -> tuple[SimulationOnlyDropped | None, ...]:
         """Train some users as a round would; return why each would count as zero, or None.
 
-        They are a random sample of all users: 8 users, or 64 if one of these 8 counts as zero. The
-        result is not private, and deployments must not use this.
+        They are a random sample of all users with rows: 8 users, or 64 if one of these 8 counts as
+        zero. The result is not private, and deployments must not use this.
         """
-        everyone = self.users.population
-        size = min(_LARGE_SAMPLE, everyone)
-        sample = np.random.default_rng(0).choice(everyone, size, replace=False).tolist()
+        with_rows = np.flatnonzero(self.users.sizes)
+        size = min(_LARGE_SAMPLE, len(with_rows))
+        sample = np.random.default_rng(0).choice(with_rows, size, replace=False).tolist()
         flaws = [self._flaw(request, user) for user in sample[:_SMALL_SAMPLE]]
         rest = sample[_SMALL_SAMPLE:] if any(flaws) else []
         return (*flaws, *(self._flaw(request, user) for user in rest))
@@ -181,12 +181,10 @@ class InProcessTransport(Transport):
     def _flaw(self, request: RoundRequest, user: int) -> SimulationOnlyDropped | None:
         """Train a user alone, where rounds train; return why the user would count as zero."""
         for _, chunk_sum in self._sums(replace(request, users=np.array([user])), None):
-            total, places = chunk_sum.partial.total, request.clipping.layout.slices
-            moved = any(total[places[name]].any() for name in request.parameters)
-            if chunk_sum.dropped or moved:
-                return chunk_sum.dropped
-            return SimulationOnlyDropped(user, "its update is zero, NaN or infinite")
-        return SimulationOnlyDropped(user, "it has no rows")
+            if chunk_sum.dropped is None and not chunk_sum.partial.total.any():
+                return SimulationOnlyDropped(user, "its update is zero, NaN or infinite")
+            return chunk_sum.dropped
+        return None
 
     def road(self, request: RoundRequest) -> Road:
         """Return how users train in such rounds; ModelError or InvalidValueError if they cannot."""

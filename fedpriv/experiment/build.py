@@ -245,19 +245,21 @@ def refuse_if_few_count(experiment: Experiment, transport: InProcessTransport) -
     """
     plan, at = experiment.plan, RoundAttempt(experiment.plan.run, 1, 0)
     request = request_to_nobody(plan, experiment.initial_state, at)
+    own = plan.sampling.drawn is plan.sampling.unit  # no user has several places, some empty
+    cure = "nothing is charged: repair data or settings, or give --keep-going, or keep_going=True"
+    empty, everyone = int((transport.users.sizes == 0).sum()), transport.users.population
+    if own and 2 * empty > everyone:
+        raise DataError(f"{SIMULATION_ONLY}: {empty} of {everyone} users have no rows; {cure}")
     if request.local.epochs:
         request = replace(request, local=replace(request.local, epochs=1))
     flaws = transport.simulation_only_look(request)
     zeros = [flaw for flaw in flaws if flaw]
     if 2 * len(zeros) > len(flaws):
-        own = plan.sampling.drawn is plan.sampling.unit  # not one of several places of a user
-        user = transport.users.id_of(zeros[0].user)
+        user, why = transport.users.id_of(zeros[0].user), one_line(zeros[0].reason).rstrip(".")
         name = f"{plan.sampling.unit} {user}" if own else f"an example of a {plan.sampling.unit}"
         raise DataError(
-            f"{SIMULATION_ONLY}: {len(zeros)} of the {len(flaws)} that were tried "
-            f"before the first round count as zero, such as {name}, as "
-            f"{one_line(zeros[0].reason).rstrip('.')}; nothing is charged: repair the data or the "
-            "settings, or go on with --keep-going (in Python keep_going=True)"
+            f"{SIMULATION_ONLY}: {len(zeros)} of the {len(flaws)} that were tried before the first "
+            f"round count as zero, such as {name}, as {why}; {cure}"
         )
 
 

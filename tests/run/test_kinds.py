@@ -114,7 +114,9 @@ def test_broken_users_are_refused_before_anything_is_spent(tmp_path: Path) -> No
 
 
 def test_numbers_beyond_the_classes_are_none_of_them() -> None:
-    with pytest.raises(DataError, match=r"held-out|'y' has a label that is none of .*'so'\]"):
+    with pytest.raises(
+        DataError, match=r"held-out|'y' has no label, or one that is none of .*'so'\]"
+    ):
         people(classes=["ill", "so"])
     y = np.where(np.arange(120) < 100, Y, 0)
     own = {*IDS[Y[:100] == 2].tolist()}
