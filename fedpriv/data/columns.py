@@ -440,13 +440,13 @@ def numbered(
 
 def _as_held_out(labels: Any, like: Array) -> tuple[Array, Faults]:
     """Return float labels, in the type of held-out ones `like` if these are whole, and faults."""
-    exact = like.dtype, 2**24  # up to which float32 holds every whole number
-    kind, most = exact if like.dtype.kind in "biu" else (labels.dtype, math.inf)
+    whole = like.dtype.kind in "biu"  # float32 holds every whole number up to 2²⁴
+    kind, most = (like.dtype, 2**24) if whole else (labels.dtype, math.inf)
     with np.errstate(invalid="ignore"):
         read = labels.astype(kind, copy=False)
     wrong = np.nonzero((read != labels) | (np.abs(labels) > most))[0]
-    other = "a fraction or a number beyond 24 bits where held-out labels are whole"
-    return read, dict.fromkeys(wrong.tolist(), f"field 'y' has {_NO_VALUE}, or {other}")
+    other = ", or a fraction or a number beyond 24 bits where held-out labels are whole"
+    return read, dict.fromkeys(wrong.tolist(), f"field 'y' has {_NO_VALUE}{other if whole else ''}")
 
 
 def checked_classes(classes: object) -> tuple[str, ...]:

@@ -179,6 +179,12 @@ def test_a_missing_whole_number_among_labels_is_a_fault_of_its_user_alone(y, kin
     assert [*Population.from_arrays(X, y, IDS).users.broken] == [1]
 
 
+def test_a_missing_number_to_predict_is_a_fault_of_its_user_alone() -> None:
+    y = np.array([1.5, np.nan, 0, 1, 2, 0])
+    broken = Population.from_arrays(X, y, IDS, held_out=(X[:2], [0.5, 1.5])).users.broken
+    assert broken == {1: "field 'y' has no value (None or NaN), in row 0 of user 'bob'"}
+
+
 def test_a_label_that_is_no_whole_number_is_its_users_fault_if_held_out_ones_are() -> None:
     for odd in (0.5, 2.0**25, -np.inf):
         y = np.array([1, odd, 0, 1, 2, 0])
