@@ -21,7 +21,10 @@ def arms_of(given: argparse.Namespace) -> Iterator[Arm]:
         for seed in range(given.seeds or TASKS[task]().seeds):
             for privacy in given.privacy:
                 for tool in given.tools:
-                    yield Arm(task, privacy, tool, seed, given.rounds, given.pretraining)
+                    processes = given.processes if tool == "fedpriv" else 1
+                    yield Arm(
+                        task, privacy, tool, seed, given.rounds, given.pretraining, processes
+                    )
 
 
 def main() -> int:
@@ -34,8 +37,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, help="how many; by default those of the task")
     parser.add_argument("--rounds", type=int, help="at most so many")
     parser.add_argument("--pretraining", type=int, help="at most so many steps")
+    parser.add_argument("--processes", type=int, default=1, help="of fedpriv; pfl has one")
     given = parser.parse_args()
-    for name in ("seeds", "rounds", "pretraining"):
+    for name in ("seeds", "rounds", "pretraining", "processes"):
         if (number := getattr(given, name)) is not None and number < 1:
             parser.error(f"--{name} is {number}; it must be at least 1")
     if unknown := [task for task in given.tasks if task not in TASKS]:
