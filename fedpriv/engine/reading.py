@@ -18,7 +18,7 @@ from fedpriv.engine.task import (
     LOSSES,
     Task,
     binary_cross_entropy,
-    called,
+    called_apart,
     cross_entropy,
     huber,
     squared_error,
@@ -136,11 +136,14 @@ def _as(kind: type) -> Callable[[Any], NDArray[Any]]:
 def outputs_of_zeros(task: Task, rows: Fields) -> tuple[int, ...] | None:
     """The shape of the model's outputs for a row of zeros like these rows; None if it raises."""
     tensors = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
+    tensors |= task.constants(torch.device("cpu"))
     try:
         blank = {n: np.zeros((1, *rows[n].shape[1:]), rows[n].dtype) for n in task.fields}
         x, _ = task.given({name: torch.from_numpy(column) for name, column in blank.items()})
         with generators_apart(0), torch.no_grad():
             model = task.apart().model
-            return tuple(called(model, tensors | task.constants(torch.device("cpu")), x).shape)
+            return tuple(
+                called_apart(model, tensors | task.constants(torch.device("cpu")), x).shape
+            )
     except Exception:  # of whatever class; `check_task` says what is wrong
         return None

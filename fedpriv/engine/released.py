@@ -8,6 +8,7 @@ import copy
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,14 @@ def released_model(
     frozen, named = frozen_of(task), named_tensors(task.model)
     release["frozen"] = {"names": [*frozen], "sha256": sha256_of(frozen)}
     moved = {id(named[name]): torch.tensor(array) for name, array in state.model.items()}
-    copies = {
-        name: moved.get(id(t), t).detach().to("cpu", t.dtype, copy=True).contiguous()
-        for name, t in tensors.items()
-    }
+    storages = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
+    written = dict[str, Tensor]()
+    for name, tensor in tensors.items():  # safetensors refuses tensors that share a storage
+        shared = storages[tensor.untyped_storage().data_ptr()] > 1
+        new = moved.get(id(tensor), tensor).detach()
+        written[name] = new.to("cpu", tensor.dtype, copy=shared).contiguous()
     # One key, since safetensors writes several in any order, and equal runs must have equal files.
-    return save(copies, {"release": json.dumps(release)})
+    return save(written, {"release": json.dumps(release)})
 
 
 def read_released(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:

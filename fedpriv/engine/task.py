@@ -443,6 +443,12 @@ def called(model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor
     return outputs if isinstance(outputs, Tensor) else _logits_of(outputs)
 
 
+def called_apart(model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor:
+    """Return outputs as `called` does, with tensors and inputs that the model cannot change."""
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    return called(model, copies, each_input(torch.clone, x))
+
+
 def outputs_of(model: nn.Module, x: Inputs, activations: Activations = "float32") -> Tensor:
     """Return the outputs of a model with its own tensors; float32 if activations are bfloat16.
 

@@ -21,7 +21,7 @@ from fedpriv.engine.task import (
     Loss,
     Task,
     binary_cross_entropy,
-    called,
+    called_apart,
     cross_entropy,
     each_input,
     huber,
@@ -67,7 +67,7 @@ def check_task(task: Task, examples: HeldOut, *, apart: bool = False) -> None:
     x, y = _tensors(task, examples)
     original = task.model
     try:
-        task = replace(task, model=copy.deepcopy(original))
+        task = replace(task, model=_copy_of(original))
     except Exception as error:
         raise ModelError(f"the model cannot be copied: {error}") from error
     tensors = parameters | task.constants(torch.device("cpu"))
@@ -135,7 +135,7 @@ def check_learns(
     ModelError: gradients by all parameters are zero or not finite, or a first local step of SGD is
     not finite.
     """
-    task = replace(task, model=copy.deepcopy(task.model))
+    task = replace(task, model=_copy_of(task.model))
     tried = _Tried.on(task, _counting(task, rows)) if rows else None
     if tried is None or (tried.finite and not tried.losses.any()):
         # A model that fits rows exactly has no gradient on them, but on others it has.
@@ -283,7 +283,7 @@ def _differentiated(
     constants = task.constants(torch.device("cpu"))
     trained = {n: p.clone().requires_grad_() for n, p in (_trained(task) | moved).items()}
     with torch.enable_grad(), generators_apart(0):
-        outputs = called(task.model, _cloned(constants) | trained, each_input(torch.clone, x))
+        outputs = called_apart(task.model, constants | trained, x)
         losses = task.losses_of(outputs, y)
         mean = (losses * weights).mean()
         gradients = torch.autograd.grad(mean, [*trained.values()], allow_unused=True)
@@ -351,12 +351,12 @@ def _tensor(name: str, column: npt.NDArray[np.generic]) -> Tensor:
 def _check_losses(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> None:
     """Refuse a model or a loss that raises, or gives no finite losses."""
     try:
-        outputs = called(task.model, tensors, x)
+        outputs = called_apart(task.model, tensors, x)
         with torch.enable_grad():
             losses = task.losses_of(outputs.detach(), y)
         with torch.enable_grad(), generators_apart():
             sent = {name: tensors[name].clone().requires_grad_() for name in task.parameters()}
-            trained = task.losses_of(called(task.model, {**tensors, **sent}, x), y)
+            trained = task.losses_of(called_apart(task.model, {**tensors, **sent}, x), y)
     except Exception as error:
         kinds = (
             f"inputs are {_kinds(x)}, targets {_kinds(y)}, and parameters are trained as float32"
@@ -403,7 +403,7 @@ def _check_axes(
     if not square or isinstance(x, dict) or x.shape[:2] != y.shape:
         return
     try:
-        shorter = called(task.model, tensors, x[:, :-1]).shape
+        shorter = called_apart(task.model, tensors, x[:, :-1]).shape
     except Exception:  # of a model that takes one length only
         return
     if shorter[1:] == (y.shape[1] - 1, y.shape[1]):
@@ -418,7 +418,7 @@ def _cure_of_images(task: Task, tensors: TorchTensors, x: Inputs) -> str:
         (x[:, None], "x[:, None]") if x.dim() == 3 else (x.movedim(-1, 1), "np.moveaxis(x, -1, 1)")
     )
     with suppress(Exception), torch.no_grad():
-        called(task.model, tensors, images.float())
+        called_apart(task.model, tensors, images.float())
         scaled = "" if x.is_floating_point() else ".astype('f4') / 255"
         return f"; it takes images with channels first, so give {cure}{scaled}"
     return ""
@@ -464,7 +464,7 @@ def _check_apart(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> Non
 def _draws(model: nn.Module, tensors: TorchTensors, x: Inputs) -> bool:
     with generators_apart(), torch.no_grad():
         before = torch.random.get_rng_state()
-        called(model, tensors, x)
+        called_apart(model, tensors, x)
         return not torch.equal(before, torch.random.get_rng_state())
 
 
@@ -488,8 +488,7 @@ def _check_copy(original: nn.Module, task: Task, tensors: TorchTensors, x: Input
     x = each_input(lambda t: t.masked_fill(t == 0, 1) if t.is_floating_point() else t, x)
     try:
         one, other = (
-            _outputs_once(model, _cloned({**tensors, **moved}), each_input(torch.clone, x))
-            for model in (original, task.model)
+            _outputs_once(model, {**tensors, **moved}, x) for model in (original, task.model)
         )
     except Exception as error:
         raise ModelError(
@@ -502,11 +501,12 @@ def _check_copy(original: nn.Module, task: Task, tensors: TorchTensors, x: Input
         )
 
 
-def _cloned(tensors: TorchTensors) -> TorchTensors:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
+def _copy_of(model: nn.Module) -> nn.Module:
+    """Return a copy that shares frozen parameters, which `called_apart` replaces."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters() if not p.requires_grad})
 
 
 def _outputs_once(model: nn.Module, tensors: TorchTensors, x: Inputs) -> Tensor:
     """Return outputs, with the same dropout masks each time; torch's generator stays as it was."""
     with generators_apart(0), torch.no_grad():
-        return called(model, tensors, x)
+        return called_apart(model, tensors, x)

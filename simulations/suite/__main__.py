@@ -22,9 +22,7 @@ def arms_of(given: argparse.Namespace) -> Iterator[Arm]:
             for privacy in given.privacy:
                 for tool in given.tools:
                     processes = given.processes if tool == "fedpriv" else 1
-                    yield Arm(
-                        task, privacy, tool, seed, given.rounds, given.pretraining, processes
-                    )
+                    yield Arm(task, privacy, tool, seed, given.rounds, given.pretraining, processes)
 
 
 def main() -> int:

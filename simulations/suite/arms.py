@@ -85,7 +85,9 @@ class Arm:
     @property
     def name(self) -> str:
         """The name of its file."""
-        return f"{self.task}_{self.privacy}_{self.tool}_{self.seed}"
+        name = f"{self.task}_{self.privacy}_{self.tool}_{self.seed}"
+        fewer = self.trained.rounds < TASKS[self.task]().rounds
+        return f"{name}_{self.rounds}" if fewer else name
 
     @property
     def trained(self) -> Task:

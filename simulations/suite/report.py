@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -35,6 +36,12 @@ class Cell:
     arms: Sequence[Found]
 
     @property
+    def part(self) -> tuple[str, str]:
+        """Its task and number of rounds: results with others are shown apart."""
+        ran, declared = self.arms[0]["settings"]["rounds"], self.arms[0]["declared_rounds"]
+        return self.task, f"{ran:,}" if ran == declared else f"{ran:,} of {declared:,}"
+
+    @property
     def scores(self) -> list[float]:
         """By seed, in percent or points."""
         scale = 100.0 if TASKS[self.task]().points is None else 1.0
@@ -49,13 +56,16 @@ class Cell:
 
 
 def cells(arms: Iterable[Found]) -> list[Cell]:
-    """Arms by task, privacy and tool, in the order of the suite."""
-    by: dict[tuple[str, str, str], list[Found]] = {
-        (task, privacy, tool): [] for task in TASKS for privacy in PRIVACY for tool in TOOLS
-    }
-    for arm in sorted(arms, key=lambda arm: int(arm["seed"])):
-        by[arm["task"], arm["privacy"], arm["tool"]].append(arm)
-    return [Cell(*key, found) for key, found in by.items() if found]
+    """Arms by task, rounds, privacy and tool, in the order of the suite."""
+
+    def place(arm: Found) -> tuple[int, ...]:
+        names = (TASKS, "task"), (PRIVACY, "privacy"), (TOOLS, "tool")
+        task, privacy, tool = ([*order].index(arm[name]) for order, name in names)
+        return task, arm["settings"]["rounds"], privacy, tool
+
+    in_order = sorted(arms, key=lambda arm: (*place(arm), arm["seed"]))
+    found = (list(same) for _, same in groupby(in_order, place))
+    return [Cell(*(same[0][n] for n in ("task", "privacy", "tool")), same) for same in found]
 
 
 def read(folder: Path) -> list[Found]:
@@ -86,16 +96,11 @@ def _command(arm: Found) -> str:
     return " ".join(["python -m simulations.suite", arm["task"], chosen, *fewer])
 
 
-def _rounds(arm: Found) -> str:
-    ran, declared = arm["settings"]["rounds"], arm["declared_rounds"]
-    return f"{ran:,}" if ran == declared else f"{ran:,} of {declared:,}"
-
-
 def figure(found: Sequence[Cell]) -> alt.VConcatChart:
-    """Scores against ε of both tools, a panel for each task: mean, least and largest of seeds."""
+    """Scores against ε: mean, least and largest of seeds; a panel for each task and its rounds."""
     panels = []
-    for name in dict.fromkeys(cell.task for cell in found):
-        task, of_task = TASKS[name](), [cell for cell in found if cell.task == name]
+    for name, rounds in dict.fromkeys(cell.part for cell in found):
+        task, of_task = TASKS[name](), [cell for cell in found if cell.part == (name, rounds)]
         rows = [
             {"epsilon": _TITLES[cell.privacy], "tool": cell.tool, "mean": fmean(cell.scores)}
             | {"low": min(cell.scores), "high": max(cell.scores)}
@@ -116,8 +121,7 @@ def figure(found: Sequence[Cell]) -> alt.VConcatChart:
                 y=y, shape=alt.Shape("tool:N", title=None, scale=alt.Scale(domain=TOOLS))
             ),
         )
-        rounds = f"{_rounds(of_task[0].arms[0])} rounds"
-        title = alt.TitleParams(task.title, subtitle=rounds)
+        title = alt.TitleParams(task.title, subtitle=f"{rounds} rounds")
         panels.append(alt.layer(*marks, title=title).properties(width=230, height=170))
     lines = [alt.hconcat(*panels[first : first + 3]) for first in range(0, len(panels), 3)]
     return alt.vconcat(*lines, background="white", padding=12)
@@ -126,15 +130,18 @@ def figure(found: Sequence[Cell]) -> alt.VConcatChart:
 def page(text: str, found: Sequence[Cell]) -> str:
     """The page with the rows of its table made anew."""
     rows = []
-    for task, tool in dict.fromkeys((cell.task, cell.tool) for cell in found):
-        by = {c.privacy: c for c in found if (c.task, c.tool) == (task, tool)}
-        last = by[[*by][-1]].arms[0]
-        scores = (by[name].text if name in by else "" for name in PRIVACY)
-        guess = Cell(task, "none", tool, [{"score": last["guess"]}]).text
-        cpu = fmean(arm["cpu_seconds"] for cell in by.values() for arm in cell.arms)
-        about = TASKS[task]().title, f"{last['users']:,}", f"{last['parameters']:,}"
-        first = [*about, _rounds(last), guess] if tool == TOOLS[0] else [""] * 5
-        rows.append(f"| {' | '.join([*first, tool, *scores, f'{cpu:.1f}'])} |\n")
+    for task, rounds in dict.fromkeys(cell.part for cell in found):
+        of_part = [cell for cell in found if cell.part == (task, rounds)]
+        any_arm = of_part[0].arms[0]
+        guess = Cell(task, "none", "", [{"score": any_arm["guess"]}]).text
+        users, parameters = (f"{any_arm[name]:,}" for name in ("users", "parameters"))
+        first = [TASKS[task]().title, users, parameters, rounds, guess]
+        for tool in dict.fromkeys(cell.tool for cell in of_part):
+            by = {cell.privacy: cell for cell in of_part if cell.tool == tool}
+            scores = (by[name].text if name in by else "" for name in PRIVACY)
+            cpu = fmean(arm["cpu_seconds"] for cell in by.values() for arm in cell.arms)
+            rows.append(f"| {' | '.join([*first, tool, *scores, f'{cpu:.1f}'])} |\n")
+            first = [""] * 5
     head, tail = re.split(r"(?<=\| --- \|\n)(?:\|.*\n)*", text, maxsplit=1)
     return head + "".join(rows) + tail
 

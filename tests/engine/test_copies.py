@@ -1,5 +1,6 @@
 """Models whose copies call the original: users side by side would train with each other's model."""
 
+import copy
 import threading
 from functools import partial
 
@@ -9,10 +10,12 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from fedpriv.engine.reading import outputs_of_zeros
 from fedpriv.engine.task import Task, called, cross_entropy
-from fedpriv.engine.task_checks import check_task
+from fedpriv.engine.task_checks import check_learns, check_task
 from fedpriv.errors import ModelError
 from fedpriv.experiment.models import MODELS, build_model
+from fedpriv.training.local import SGD
 
 ROWS = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
 BLANK = np.zeros((1, 6), np.float32)
@@ -159,3 +162,51 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
     model.lock = threading.Lock()
     with pytest.raises(ModelError, match="the model cannot be copied"):
         check(model, ROWS)
+
+
+class Counted(nn.Parameter):
+    """A parameter that counts its copies."""
+
+    copies = 0
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Counted":
+        type(self).copies += 1
+        return Counted(self.detach().clone(), self.requires_grad)
+
+
+def test_the_checks_of_a_task_copy_no_frozen_parameter() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+    model[0].weight = Counted(model[0].weight.detach(), requires_grad=False)
+    rows = {"x": ROWS, "y": np.zeros(4, np.int64)}
+    task = Task(model, "cross-entropy")
+    before = Counted.copies
+    check_task(task, rows)
+    check_learns(task, rows, rows, SGD(0.1, steps=1))
+    assert Counted.copies == before
+    copy.deepcopy(model)
+    assert Counted.copies == before + 1
+
+
+def test_the_checks_of_a_task_change_no_frozen_parameter() -> None:
+    class Teacher(nn.Module):
+        """Moves its frozen weights in each call, as momentum encoders do."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.student, self.teacher = nn.Linear(6, 3), nn.Linear(6, 3).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.teacher.weight.mul_(0.5).add_(self.student.weight)
+                self.teacher.bias.data.mul_(0.5)
+            return self.student(x) + self.teacher(x)
+
+    model = Teacher()
+    start = copy.deepcopy(model.state_dict())
+    rows = {"x": ROWS, "y": np.zeros(4, np.int64)}
+    task = Task(model, "cross-entropy")
+    assert outputs_of_zeros(task, rows) == (1, 3)
+    check_task(task, rows)
+    check_learns(task, rows, rows, SGD(0.1, steps=1))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, start[name])

@@ -37,7 +37,7 @@ def test_an_arm_leaves_its_result_and_is_not_trained_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = train(SHORT, tmp_path / "arms", ours)
-    kept = json.loads((tmp_path / "arms" / "digits_2_fedpriv_0.json").read_text())
+    kept = json.loads((tmp_path / "arms" / "digits_2_fedpriv_0_2.json").read_text())
     assert kept == json.loads(json.dumps(found))
     assert 1.9 < kept["epsilon"] <= 2.0
     assert (kept["users"], kept["parameters"]) == (287, 650)
@@ -150,12 +150,12 @@ def test_pfl_is_given_the_same_users() -> None:
 def test_committed_results_compare_like_with_like() -> None:
     arms = report.read(report.RESULTS)
     pairs = 0
-    by = {(a["task"], a["privacy"], a["seed"], a["tool"]): a for a in arms}
+    by = {(a["task"], a["settings"]["rounds"], a["privacy"], a["seed"], a["tool"]): a for a in arms}
     assert len(by) == len(arms)
-    for (task, privacy, seed, tool), theirs in by.items():
+    for (task, rounds, privacy, seed, tool), theirs in by.items():
         if tool != "pfl":
             continue
-        found = by[task, privacy, seed, "fedpriv"]
+        found = by[task, rounds, privacy, seed, "fedpriv"]
         same = ("users", "users_sha256", "parameters", "noise_multiplier", "settings", "machine")
         assert {name: found[name] for name in same} == {name: theirs[name] for name in same}
         if PRIVACY[privacy].epsilon is not None:
@@ -165,8 +165,19 @@ def test_committed_results_compare_like_with_like() -> None:
     assert pairs > 40
 
 
+def test_results_of_other_numbers_of_rounds_stand_apart(tmp_path: Path) -> None:
+    arms = report.read(report.RESULTS)
+    (short,) = (arm for arm in arms if arm["task"] == "cifar-iid" and arm["tool"] == "pfl")
+    whole = short | {"score": 0.6, "settings": short["settings"] | {"rounds": 1_500}}
+    found = report.cells([whole, *(arm for arm in arms if arm is not whole)])
+    parts = [cell.part for cell in found if cell.task == "cifar-iid" and cell.tool == "pfl"]
+    assert parts == [("cifar-iid", "100 of 1,500"), ("cifar-iid", "1,500")]
+    page = report.page(report.PAGE.read_text(encoding="utf-8"), found)
+    assert "| 1,500 | 10.0% | pfl | 60.0% |" in page
+
+
 def test_the_committed_page_is_of_the_committed_numbers() -> None:
     found = report.cells(report.read(report.RESULTS))
     text = report.PAGE.read_text(encoding="utf-8")
     assert text == report.page(text, found)
-    assert text.count("fedpriv |") == len({cell.task for cell in found})
+    assert text.count("fedpriv |") == len({cell.part for cell in found})
