@@ -8,7 +8,7 @@
 `accountants` defines and lists accountants, and chooses how to price events: as one Gaussian in
 closed form (`gaussian`), along a contour (`contour`) or by FFT (`pld`), from the pairs that
 docs/accounting.md lists by policy; `round_counts` counts rounds by setting. Moments (`rdp`)
-and the CLT (`classical`) are for comparison. `policies` makes events, `factorisation` finds
+and the CLT (in `gaussian`) are for comparison. `policies` makes events, `factorisation` finds
 strategies of correlated noise, `fdp` bounds the power of tests on releases, `calibration` turns a
 budget into a setting, `pricing` prices ledgers.
 

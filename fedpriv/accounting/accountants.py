@@ -29,7 +29,7 @@ from typing import cast
 
 import numpy as np
 
-from fedpriv.accounting import classical, contour, gaussian, pld, rdp
+from fedpriv.accounting import contour, gaussian, pld, rdp
 from fedpriv.accounting.pld.dominating_pairs import FixedSizePair, ReplacePair, SymmetricPair
 from fedpriv.accounting.pld.lattice import GaussianPair, LossPair, Pairs
 from fedpriv.accounting.pld.random_allocation import (
@@ -167,11 +167,6 @@ ANALYSES: Mapping[EventKind, Callable[[Sequence[RoundEvent]], PairBounds]] = Map
 
 _GAUSSIAN = tuple(kind for kind, bounds in ANALYSES.items() if bounds in (_poisson, _separated))
 """Kinds that cost no more than the Poisson-subsampled Gaussian of `compose`, with q = 1 too."""
-
-
-def poisson_pairs(rounds: Rounds) -> Pairs:
-    """Return the pairs of Poisson-sampled rounds."""
-    return {PoissonPair(q, z): count for (q, z), count in rounds.items()}
 
 
 def tightest_epsilon(pairs: Pairs, delta: float) -> Ends:
@@ -474,13 +469,13 @@ class CLTAccountant(Accountant):
         """Return the ε of the Gaussian mechanism that the rounds converge to."""
         check_delta(delta)
         events = _checked(events, self.name, _GAUSSIAN)
-        up = gaussian.epsilon(delta, classical.clt_noise(compose(events)))
+        up = gaussian.epsilon(delta, gaussian.clt_noise(compose(events)))
         return _loss(events, (0.0, up), delta, self.name, Bound.ESTIMATE)
 
     def delta(self, events: Iterable[RoundEvent], epsilon: float) -> float:
         """Return the δ of the Gaussian mechanism that the rounds converge to."""
         check_epsilon(epsilon)
-        return gaussian.delta(epsilon, classical.clt_noise(gaussian_rounds(events, self.name)))
+        return gaussian.delta(epsilon, gaussian.clt_noise(gaussian_rounds(events, self.name)))
 
 
 def gaussian_rounds(events: Iterable[RoundEvent], name: str) -> Rounds:

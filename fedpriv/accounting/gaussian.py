@@ -1,4 +1,4 @@
-"""The Gaussian mechanism without sampling, exactly (Balle & Wang 2018, Theorem 8).
+"""The Gaussian mechanism without sampling, exactly (Balle & Wang 2018, Theorem 8), and the CLT.
 
 With μ = 1/z, a = ε/μ − μ/2 and b = ε/μ + μ/2 the mechanism is (ε, δ)-DP if and only if
 
@@ -7,6 +7,9 @@ With μ = 1/z, a = ε/μ − μ/2 and b = ε/μ + μ/2 the mechanism is (ε, δ)
 because e^ε·φ(b) = φ(a). Mills' ratio R is a scaled complementary error function, so nothing
 underflows. Here z ≥ 0 is noise_stddev per sensitivity (with ∞ nothing is released), ε ≥ 0 is finite
 and δ in (0, 1).
+
+The central limit theorem's estimate of many sampled rounds is for comparison: it can be below the
+truth.
 """
 
 import math
@@ -14,7 +17,13 @@ import math
 import numpy as np
 from scipy.special import erfcx, ndtr, ndtri_exp
 
-from fedpriv.accounting.round_counts import Ends, Vector
+from fedpriv.accounting.round_counts import (
+    Ends,
+    Rounds,
+    Vector,
+    arrays,
+    unsampled_noise_multiplier,
+)
 
 _ULP = 2.0**-52
 _MARGIN = 1e-12  # added to log δ: ten times the rounding errors in tests, not a proved bound
@@ -130,3 +139,21 @@ def _mills_gap(a: Vector, mu: Vector) -> Vector:
     series = np.polyval(_SERIES, 1 / np.square(np.maximum(x, 30.0)))
     slope = np.where(x < 30.0, 1 - x * _mills(x), series)
     return (width * slope) @ _WEIGHTS
+
+
+def clt_mu(rounds: Rounds) -> float:
+    """Return the μ of the limit of rounds: μ² = Σ count·q²·(e^{1/z²} − 1), an estimate, no bound.
+
+    Bu et al. 2020, equation (3.1); in the limit squares add up (Dong, Roth & Su 2019, Theorem 6).
+    """
+    if not rounds:
+        return 0.0
+    q, z, counts = arrays(rounds)
+    with np.errstate(divide="ignore", over="ignore"):
+        return float(np.sqrt(counts @ (q**2 * np.expm1(z**-2.0))))
+
+
+def clt_noise(rounds: Rounds) -> float:
+    """Return the z of the limit, 1/μ, at least that of the rounds without sampling, a bound."""
+    mu = clt_mu(rounds)
+    return max(1.0 / mu if mu > 0.0 else np.inf, unsampled_noise_multiplier(rounds))

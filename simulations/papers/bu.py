@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fedpriv.accounting import gaussian
 from fedpriv.accounting.accountants import poisson_pairs, tightest_delta, tightest_epsilon
-from fedpriv.accounting.classical import clt_mu, clt_noise
+from fedpriv.accounting.gaussian import clt_mu, clt_noise
 from fedpriv.accounting.rdp import DEFAULT_ORDERS, composed_rdp
 from simulations.papers.claims import Argument, Claim, epsilon_from_rdp_2016, print_claims
 

@@ -26,9 +26,9 @@ from fedpriv.accounting import (
 )
 from fedpriv.accounting import epsilon as epsilon_of
 from fedpriv.accounting.accountants import IntervalAccountant, bounds_of
-from fedpriv.accounting.classical import clt_mu
 from fedpriv.accounting.contour import inversion
 from fedpriv.accounting.fdp import gaussian_trade_off, trade_off_of_bound
+from fedpriv.accounting.gaussian import clt_mu
 from fedpriv.accounting.pld import queries
 from fedpriv.accounting.round_counts import strategy_sensitivity
 from fedpriv.errors import InvalidValueError, UnsupportedEventError

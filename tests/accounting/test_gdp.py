@@ -6,13 +6,13 @@ import pytest
 from scipy.integrate import quad
 from scipy.stats import norm
 
-from fedpriv.accounting import classical, gaussian
+from fedpriv.accounting import gaussian
 from fedpriv.accounting.round_counts import Rounds, unsampled_noise_multiplier
 from tests.accounting.poisson_rounds import epsilon_interval
 
 
 def clt_epsilon(rounds: Rounds, delta: float) -> float:
-    return gaussian.epsilon(delta, classical.clt_noise(rounds))
+    return gaussian.epsilon(delta, gaussian.clt_noise(rounds))
 
 
 def loss_integral(epsilon: float, mu: float) -> float:
@@ -34,25 +34,25 @@ def test_delta_is_the_expected_excess_of_the_loss(epsilon: float, mu: float) -> 
 
 
 def test_no_privacy_loss_and_no_privacy() -> None:
-    assert classical.clt_mu({}) == 0.0
+    assert gaussian.clt_mu({}) == 0.0
     assert clt_epsilon({}, 1e-5) == 0.0
-    assert classical.clt_mu({(0.1, 0.0): 1, (0.1, 1.0): 9}) == math.inf
+    assert gaussian.clt_mu({(0.1, 0.0): 1, (0.1, 1.0): 9}) == math.inf
     assert clt_epsilon({(0.1, 0.0): 1}, 1e-5) == math.inf
 
 
 def test_clt_mu_is_the_printed_formula_and_squares_add() -> None:
     for q, z, count in ((0.01, 4.0, 10_000), (0.3, 0.6, 7), (1e-5, 1.0, 10**6)):
         printed = q * math.sqrt(count * math.expm1(1 / z**2))
-        assert classical.clt_mu({(q, z): count}) == pytest.approx(printed, rel=1e-12)
+        assert gaussian.clt_mu({(q, z): count}) == pytest.approx(printed, rel=1e-12)
     first, second = {(0.1, 1.0): 50}, {(0.02, 0.7): 300}
-    together = math.hypot(classical.clt_mu(first), classical.clt_mu(second))
-    assert classical.clt_mu(first | second) == pytest.approx(together, rel=1e-12)
+    together = math.hypot(gaussian.clt_mu(first), gaussian.clt_mu(second))
+    assert gaussian.clt_mu(first | second) == pytest.approx(together, rel=1e-12)
 
 
 @pytest.mark.parametrize("z", [1e-3, 0.03, 1e20])
 def test_clt_is_finite_at_any_noise(z: float) -> None:
     rounds = {(1e-3, z): 1000}
-    assert 0.0 < classical.clt_mu(rounds) <= math.inf
+    assert 0.0 < gaussian.clt_mu(rounds) <= math.inf
     assert 0.0 <= clt_epsilon(rounds, 1e-5) < math.inf
 
 

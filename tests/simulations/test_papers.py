@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedpriv.accounting import gaussian
-from fedpriv.accounting.classical import clt_mu
+from fedpriv.accounting.gaussian import clt_mu
 from fedpriv.accounting.rdp import composed_rdp
 from simulations.papers import abadi, abadi_curve, bu, ermis_cemgil
 from simulations.papers.claims import Argument, Claim, epsilon_from_rdp_2016
