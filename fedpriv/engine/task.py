@@ -357,7 +357,7 @@ class Task:
         """
         counts = self.counts(y)
         counts = torch.ones_like(y, dtype=torch.bool) if counts is None else counts
-        losses = self.losses_of(outputs, y)
+        losses = self.losses_of(outputs.clone(), y.clone())  # a loss may change them in place
         if self.loss is binary_cross_entropy:  # classes, with one score for each target
             y = (y > 0.5).long() if y.is_floating_point() else y.long()
             outputs = outputs.unsqueeze(1) if outputs.shape == y.shape else outputs

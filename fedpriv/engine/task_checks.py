@@ -418,6 +418,9 @@ def _cure_of_images(task: Task, tensors: TorchTensors, x: Inputs) -> str:
         (x[:, None], "x[:, None]") if x.dim() == 3 else (x.movedim(-1, 1), "np.moveaxis(x, -1, 1)")
     )
     with suppress(Exception), torch.no_grad():
+        called_apart(task.model, tensors, x)
+        return ""  # it takes them as they are
+    with suppress(Exception), torch.no_grad():
         called_apart(task.model, tensors, images.float())
         scaled = "" if x.is_floating_point() else ".astype('f4') / 255"
         return f"; it takes images with channels first, so give {cure}{scaled}"

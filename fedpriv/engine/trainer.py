@@ -263,10 +263,14 @@ class Trainer:
         """Record the first user whose update is not finite, unless all users contributed."""
         expected = len(chunk.users) if CONTRIBUTORS in sums.request.metrics else 0
         if self.naming and sums.dropped is None and contributors < expected:
-            norms = torch.stack([*group_norms(sent(), sums.request.clipping.sent).values()], 1)
+            updates = sent()
+            norms = torch.stack([*group_norms(updates, sums.request.clipping.sent).values()], 1)
             place = int((~torch.isfinite(norms).all(1)).nonzero()[0])
             lost = replace(chunk, users=chunk.users[place:])
-            self._drop(sums, lost, "its update is not finite")
+            broken = {n for n, u in updates.items() if not torch.isfinite(u[place]).all()}
+            metrics = [m.name for m in sums.request.measured if m.tensor in broken]
+            what = f"metric {metrics[0]!r}" if 0 < len(metrics) == len(broken) else "update"
+            self._drop(sums, lost, f"its {what} is not finite")
 
     def _drop(self, sums: _Sums, chunk: Chunk, reason: str, error: Exception | None = None) -> None:
         """Record that the first user of a chunk counts as zero."""

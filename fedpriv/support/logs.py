@@ -5,6 +5,7 @@ users' data. So every record is one line of printable characters, and for an exc
 the type and the files and lines of its traceback.
 """
 
+import atexit
 import json
 import logging
 import math
@@ -20,6 +21,7 @@ from pathlib import Path
 SIMULATION_ONLY = "simulation only, not private"  # begins what no guarantee covers
 _NOTICE = timedelta(days=30)  # before the end of a certificate
 _MINUTE = 60.0
+_LAST_LINES = 10
 
 
 class LogFormat(StrEnum):
@@ -42,32 +44,48 @@ class LineLimit(logging.Filter):
         super().__init__()
         self._per_minute, self._lock = per_minute, threading.Lock()
         self._minutes: dict[int, tuple[float, int]] = {}  # by level: start, and records since then
+        self._lost: list[logging.LogRecord] = []  # the last of these minutes
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a record is written."""
         with self._lock:
-            start, count = self._minutes.get(record.levelno, (record.created, 0))
-            missing = 0
+            level, missing = record.levelno, 0
+            start, count = self._minutes.get(level, (record.created, 0))
             if not 0.0 <= record.created - start < _MINUTE:
                 start, count, missing = record.created, 0, max(0, count - self._per_minute)
-            self._minutes[record.levelno] = start, count + 1
-        if missing:
-            lines = f"{missing} lines before this one were too many in a minute, and are left out"
-            record.msg, record.args = f"{record.getMessage()} ({lines})", None
+                self._lost = [lost for lost in self._lost if lost.levelno != level]
+            self._minutes[level] = start, count + 1
+            if count >= self._per_minute:
+                self._lost = [*self._lost, record][-_LAST_LINES:]
+        _say(record, missing)
         return count < self._per_minute
+
+    def write_last(self, handler: logging.Handler) -> None:
+        """Write the last lost records, such as why a process ends, and the number of others."""
+        lost = sum(max(0, count - self._per_minute) for _, count in self._minutes.values())
+        for record in self._lost:
+            _say(record, lost - len(self._lost) if record is self._lost[0] else 0)
+            handler.emit(record)
+
+
+def _say(record: logging.LogRecord, missing: int) -> None:
+    if missing:
+        lines = f"{missing} lines before this one were too many in a minute, and are left out"
+        record.msg, record.args = f"{record.getMessage()} ({lines})", None
 
 
 def configure(form: LogFormat, per_minute: int | None = None) -> None:
     """Write all records from level INFO on, and Python's warnings, to stderr and nowhere else.
 
-    `per_minute` limits the records of each level.
+    `per_minute` limits the records of each level; the last ones are written when Python ends.
     """
     # Before gRPC starts: its own lines have another format and quote strangers unescaped.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if form is LogFormat.JSON else TextFormatter())
     if per_minute is not None:
-        handler.addFilter(LineLimit(per_minute))
+        handler.addFilter(limit := LineLimit(per_minute))
+        atexit.register(limit.write_last, handler)
     logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
     logging.captureWarnings(capture=True)
 

@@ -258,3 +258,35 @@ def test_held_out_numbers_that_are_not_finite_are_named() -> None:
     x[117, 1] = np.inf
     with pytest.raises(DataError, match=r"held-out field 'x' .*in row 17; 1 of 20 rows"):
         people(x)
+
+
+def test_a_loss_that_changes_targets_in_place_leaves_the_accuracy_true(tmp_path: Path) -> None:
+    def loss(outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        losses = nn.functional.cross_entropy(outputs, y.zero_(), reduction="none")
+        outputs.data.zero_()[:, 0] = 1.0
+        return losses
+
+    run = simulated(tmp_path / "run", people(), loss=loss)
+    with torch.no_grad():
+        chosen = run.model(torch.tensor(X[100:])).argmax(1).numpy()
+    assert run.accuracy == pytest.approx(float((chosen == Y[100:]).mean()))
+    assert run.accuracy < 1.0
+
+
+def test_a_loss_that_returns_nothing_is_not_blamed_on_images(tmp_path: Path) -> None:
+    images = RNG.standard_normal((120, 1, 6, 6)).astype(np.float32)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    with pytest.raises(ModelError, match="NoneType") as error:
+        simulated(tmp_path / "run", people(images), model, loss=lambda *_: None)
+    assert "channels first" not in str(error.value)
+
+
+def test_a_metric_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    task = fedpriv.Task(nn.Linear(3, 3), metrics={"logs": lambda outputs, _: outputs[:, 0].log()})
+    mechanism = fedpriv.Mechanism.poisson(
+        q=0.5, clipping=fedpriv.Flat(1.0), metrics={"logs": {"radius": 1.0}}
+    ).calibrate(epsilon=50.0, delta=1e-3, rounds=2)
+    with pytest.raises(DataError, match="as its metric 'logs' is not finite"):
+        fedpriv.simulate(
+            people(), task, mechanism, local=fedpriv.SGD(0.5, epochs=1), out=tmp_path, quiet=True
+        )

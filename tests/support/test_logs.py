@@ -66,6 +66,54 @@ def test_of_each_level_no_more_lines_are_written_in_a_minute_than_may_be() -> No
     assert passed(logging.INFO, 10.0) == ["10.0 at 100%"]  # the clock was set back
 
 
+def test_the_last_lines_of_a_process_are_written() -> None:
+    limit, written = LineLimit(3), []
+    handler = logging.Handler()
+    handler.emit = lambda made: written.append(made.getMessage())
+    handler.addFilter(limit)
+    for number in range(50):
+        handler.handle(record("round %d", number))
+    handler.handle(record("the run is over"))
+    assert written == ["round 0", "round 1", "round 2"]
+    limit.write_last(handler)
+    lost = "(38 lines before this one were too many in a minute, and are left out)"
+    assert written[3:] == [
+        f"round 41 {lost}",
+        *(f"round {n}" for n in range(42, 50)),
+        "the run is over",
+    ]
+
+
+def test_no_line_is_written_twice() -> None:
+    limit, written = LineLimit(3), []
+    handler = logging.Handler()
+    handler.emit = lambda made: written.append(made.getMessage())
+    handler.addFilter(limit)
+    for at in (0.0, 1.0, 2.0, 3.0, 60.0):
+        made = record("at %g", at)
+        made.created = at
+        handler.handle(made)
+    limit.write_last(handler)
+    lost = "(1 lines before this one were too many in a minute, and are left out)"
+    assert written == ["at 0", "at 1", "at 2", f"at 60 {lost}"]
+
+
+def test_a_process_that_ends_says_why() -> None:
+    program = (
+        "import logging; from fedpriv.support.logs import LogFormat, configure\n"
+        "configure(LogFormat.TEXT, 5)\n"
+        "for number in range(99): logging.info('round %d', number)\n"
+        "logging.info('the run is over')"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    lines = ended.stderr.splitlines()
+    assert len(lines) == 15
+    assert lines[-1].endswith("the run is over")
+    assert "(85 lines before this one" in lines[5]
+
+
 @given(st.text())
 @example(HOSTILE)
 def test_any_message_is_one_printable_line_of_text(message: str) -> None:
