@@ -87,13 +87,15 @@ def write(folder: Path) -> None:
 def _command(arm: Found) -> str:
     """What makes this arm again, if its environment is that of the rivals."""
     settings, task = arm["settings"], TASKS[arm["task"]]()
-    fewer = [
+    changed = [
         f"--{name} {settings[name]}"
         for name in ("rounds", "pretraining")
         if settings[name] < getattr(task, name)
     ]
+    if (processes := arm.get("processes", 1)) > 1:
+        changed.append(f"--processes {processes}")
     chosen = f"--privacy {arm['privacy']} --tools {arm['tool']} --seeds {arm['seed'] + 1}"
-    return " ".join(["python -m simulations.suite", arm["task"], chosen, *fewer])
+    return " ".join(["python -m simulations.suite", arm["task"], chosen, *changed])
 
 
 def figure(found: Sequence[Cell]) -> alt.VConcatChart:
