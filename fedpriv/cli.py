@@ -31,27 +31,27 @@ from fedpriv.support.disk import lacks_room, write_new
 from fedpriv.support.logs import one_line
 
 
-def _option(text: str, *names: str, default: str | None = None, **more: Any) -> Any:
-    return typer.Option(*names, help=text, show_default=default or True, **more)
+def _option(text: str, *names: str, default: str | None = None, **settings: Any) -> Any:
+    return typer.Option(*names, help=text, show_default=default or True, **settings)
 
 
-def _file_of(context: typer.Context, given: Path) -> Path:
+def _file_of(context: typer.Context, name: Path) -> Path:
     """Return the experiment's file; wrong settings are refused before a command imports torch."""
     from fedpriv.experiment.config import load_config
 
     # Options that were given are read before arguments.
-    load_config(file := experiment_file(given), context.params.get("assignments") or [])
+    load_config(file := experiment_file(name), context.params.get("assignments") or [])
     return file
 
 
-def _ledger_of(given: Path) -> Path:
+def _ledger_of(path: Path) -> Path:
     """Return the path of a ledger, given as a file or as the folder of a run.
 
     The ledger of a run is in its folder, unless the run shares the ledger with other runs.
     """
-    inside, plan = given / "ledger.sqlite", given / "plan.toml"
+    inside, plan = path / "ledger.sqlite", path / "plan.toml"
     if inside.is_file() or not plan.is_file():
-        return inside if inside.is_file() else given
+        return inside if inside.is_file() else path
     from fedpriv.experiment.config import load_config
 
     shared = load_config(plan).privacy.ledger
@@ -101,8 +101,8 @@ _INTERRUPTED = 130
 _CONTINUE = {"simulate": "--resume", "serve": "--resume", "compare": "the same command"}
 
 
-def _print_version(asked: bool) -> None:  # noqa: FBT001
-    if asked:
+def _print_version(requested: bool) -> None:  # noqa: FBT001
+    if requested:
         typer.echo(f"fedpriv {__version__}")
         raise typer.Exit
 
@@ -189,9 +189,9 @@ def restore(
     """Replace a ledger and the record next to it by a backup; stop runs first."""
     from fedpriv.run.backup import restore as put_back
 
-    head, missing = put_back(backup, ledger, older=older)
+    head, charges = put_back(backup, ledger, older=older)
     typer.echo(f"{ledger} holds {head.count} charges; head {head.count}:{head.hash}")
-    for charge in missing:
+    for charge in charges:
         typer.echo(f"it lacks {charge}")
 
 
@@ -226,10 +226,10 @@ def report(
     """Write one HTML page of a run or a study, which opens offline; ledgers are verified first."""
     from fedpriv.run.folder import draw, summary_json, write_charts, write_report
 
-    folder, several = folders[0], len(folders) > 1
-    if several and charts is None:
-        found = f"{len(folders)} folders are given"
-        raise InvalidValueError(f"{found}; a page is of one, and --charts draws several runs")
+    folder, is_several = folders[0], len(folders) > 1
+    if is_several and charts is None:
+        problem = f"{len(folders)} folders are given"
+        raise InvalidValueError(f"{problem}; a page is of one, and --charts draws several runs")
     if as_json:
         if out or show or charts:
             raise InvalidValueError("--json writes no page; leave out --out, --open and --charts")
@@ -240,7 +240,7 @@ def report(
         return
     if out or show:
         raise InvalidValueError("--charts writes no page; leave out --out and --open")
-    for file in draw(folders, charts) if several else write_charts(folder, charts):
+    for file in draw(folders, charts) if is_several else write_charts(folder, charts):
         typer.echo(file)
 
 
@@ -280,19 +280,19 @@ def simulate(
     Exit code 3: the audit of the run refutes its ledger. Exit code 4: the run ended because too few
     users count.
     """
-    given = file, assignments or [], out
+    arguments = file, assignments or [], out
     if engine == "flower":
         if start is not None:
             raise InvalidValueError("--from is given with --engine flower; it is for in-process")
         (simulate_on_ray,) = entry_points(group="fedpriv.engines", name="ray")
         on_ray = simulate_on_ray.load()
-        on_ray(*given, workers or 2, resume=resume, keep_going=keep_going).check()
+        on_ray(*arguments, workers or 2, resume=resume, keep_going=keep_going).check()
         return
     if workers is not None:
         raise InvalidValueError(f"--workers is {workers}; only --engine flower has workers")
     from fedpriv.run.simulate import run_simulation
 
-    run_simulation(*given, resume=resume, keep_going=keep_going, start=start).check()
+    run_simulation(*arguments, resume=resume, keep_going=keep_going, start=start).check()
 
 
 @app.command(rich_help_panel=_TRAIN)
@@ -339,11 +339,11 @@ def epsilon(
     from fedpriv.accounting import pricing
     from fedpriv.report import tables
 
-    spent = pricing.price(ledgers, delta, target, accountant)
+    spending = pricing.price(ledgers, delta, target, accountant)
     if as_json:
-        typer.echo(tables.spending_json(spent))
+        typer.echo(tables.spending_json(spending))
     else:
-        tables.print_spending(spent)
+        tables.print_spending(spending)
 
 
 @app.command(rich_help_panel=_PRICE)
@@ -371,32 +371,32 @@ def calibrate(
     part.
     """
     if (epsilon is None) == (advantage is None):
-        given = "absent" if epsilon is None else f"--epsilon {epsilon} and --advantage {advantage}"
-        raise InvalidValueError(f"the budget is {given}; it must be --epsilon or --advantage")
+        budget = "absent" if epsilon is None else f"--epsilon {epsilon} and --advantage {advantage}"
+        raise InvalidValueError(f"the budget is {budget}; it must be --epsilon or --advantage")
     from fedpriv.accounting.calibration import plan_within
     from fedpriv.accounting.risks import plan_of_advantage
     from fedpriv.ledger.events import NeighbouringRelation, SamplingPolicy
     from fedpriv.report import tables
 
-    other = "replace-one" if policy == "fixed-size" else "add-or-remove-one"
-    find = partial(
+    default_relation = "replace-one" if policy == "fixed-size" else "add-or-remove-one"
+    plan_of_budget = partial(
         plan_within,
         rounds=rounds,
         sampling_probability=sampling_probability,
         noise_multiplier=noise_multiplier,
         policy=SamplingPolicy(policy),
-        relation=NeighbouringRelation(relation or other),
+        relation=NeighbouringRelation(relation or default_relation),
         population=population,
         accountant=accountant,
     )
     if advantage is None:
-        found = find(cast(float, epsilon), delta)
+        plan = plan_of_budget(cast(float, epsilon), delta)
     else:
-        found = plan_of_advantage(advantage, delta, find, accountant)
+        plan = plan_of_advantage(advantage, delta, plan_of_budget, accountant)
     if as_json:
-        typer.echo(tables.plan_json(found, advantage))
+        typer.echo(tables.plan_json(plan, advantage))
     else:
-        tables.print_plan(found, advantage)
+        tables.print_plan(plan, advantage)
 
 
 @app.command(rich_help_panel=_PRICE)
@@ -427,8 +427,8 @@ def price(
     options = locals()  # most are named as the fields of a setting
     from fedpriv.run.price import ForeignSetting, price_setting
 
-    given = {name: options[name] for name in ForeignSetting.__dataclass_fields__}
-    price_setting(ForeignSetting.stated(pfl, noise_stddev, given), write, as_json=as_json)
+    fields = {name: options[name] for name in ForeignSetting.__dataclass_fields__}
+    price_setting(ForeignSetting.stated(pfl, noise_stddev, fields), write, as_json=as_json)
 
 
 @app.command(rich_help_panel=_PRICE)
@@ -456,9 +456,9 @@ def main() -> None:
     # Models and populations named package.module:function may lie in the working folder.
     with suppress(FileNotFoundError):  # it may have been removed
         sys.path.append(str(Path.cwd()))
-    for before, given in pairwise(sys.argv):
-        if not given or re.fullmatch("--[a-z-]+=", given):  # "" would be the working folder
-            _refuse(f"{given.rstrip('=') or before} has an empty value; it must have some")
+    for option, argument in pairwise(sys.argv):
+        if not argument or re.fullmatch("--[a-z-]+=", argument):  # "" would be the working folder
+            _refuse(f"{argument.rstrip('=') or option} has an empty value; it must have some")
     try:
         code = app(prog_name="fedpriv", standalone_mode=False)
     except _UsageError as error:
@@ -468,8 +468,8 @@ def main() -> None:
     except MemoryError as error:
         _refuse(f"there is too little memory. {error}", 1)
     if code == _INTERRUPTED:
-        how = _CONTINUE.get("".join(sys.argv[1:2]))
-        typer.echo(f"interrupted; continue with {how}" if how else "interrupted", err=True)
+        command = _CONTINUE.get("".join(sys.argv[1:2]))
+        typer.echo(f"interrupted; continue with {command}" if command else "interrupted", err=True)
     sys.exit(code)
 
 

@@ -137,8 +137,8 @@ def _allocated(events: Sequence[RoundEvent]) -> PairBounds:
         pairs = {pair: m * count for pair, m in allocation_pairs(n, k, z).items()}
         above.update(pairs)
         is_small = k <= min(MOST_PARTICIPATIONS, max(2, 800.0 * z * z))
-        some = SubsetPair(n, k, z) if is_small else PoissonPair(1.0, z * n**0.5 / k)
-        below.update(pairs if k in (1, n) else {some: count})
+        pair_below = SubsetPair(n, k, z) if is_small else PoissonPair(1.0, z * n**0.5 / k)
+        below.update(pairs if k in (1, n) else {pair_below: count})
     return PairBounds(above, below)
 
 
@@ -205,11 +205,11 @@ def tightest_delta(pairs: Pairs, epsilon: float) -> Ends:
 
 def tightest_deltas(pairs: Pairs, epsilons: Sequence[float], near: Sequence[float]) -> Vector:
     """Return upper bounds of δ at each ε: [epsilons], tight for δ between the deltas `near`."""
-    same, ups = _of_one_kind(pairs), None
-    if same is not None and any(pair.q < 1.0 for pair in pairs):
+    case, ups = _of_one_kind(pairs), None
+    if case is not None and any(pair.q < 1.0 for pair in pairs):
         with suppress(contour.ContourUnsuitableError):
-            rounds, _ = grouped(folded(same[1]), _GROUPS[0])
-            ups = contour.deltas_along(rounds, epsilons, near, same[2])
+            rounds, _ = grouped(folded(case[1]), _GROUPS[0])
+            ups = contour.deltas_along(rounds, epsilons, near, case[2])
     if ups is None:
         ups = pld.deltas_above(pairs, epsilons, near)
     if ups[-1] > (1.0 + _WIDE) * min(near):
@@ -280,10 +280,10 @@ def _tightest(
     composed: Callable[[Pairs, float], Ends],
 ) -> Ends:
     """Return the intersection of the intervals of all groupings, by the first method that fits."""
-    same = _of_one_kind(pairs)
-    if same is None or any(pair.z == 0.0 for pair in pairs) or all(pair.q == 1.0 for pair in pairs):
+    case = _of_one_kind(pairs)
+    if case is None or any(pair.z == 0.0 for pair in pairs) or all(pair.q == 1.0 for pair in pairs):
         return composed(pairs, at)
-    kind, settings, views = same
+    kind, settings, views = case
     rounds = folded(settings)
     for limit in _GROUPS:
         above, below = grouped(rounds, limit)

@@ -146,29 +146,29 @@ def last_within(
         size = abs(math.log(cost) - math.log(target)) if cost > 0.0 else _FAR
         return math.copysign(min(max(size, _NEAR), _FAR), -1.0 if cost <= target else 1.0)
 
-    last = following = (start, excess(start))
+    last = newest = (start, excess(start))
     end = boldest if last[1] < 0.0 else safest
     # A price that is near the target in logarithms is so in the setting.
     factor = 2.0 if whole else math.exp(min(max(abs(last[1]), _LEAST_STRIDE), math.log(2.0)))
     factor = factor if end > start else 1.0 / factor
-    while (following[1] < 0.0) == (last[1] < 0.0):
-        last = following
+    while (newest[1] < 0.0) == (last[1] < 0.0):
+        last = newest
         if last[0] == end:
             return end if last[1] < 0.0 else None
         setting = (min if end > start else max)(last[0] * factor, end)
-        following, factor = (setting, excess(setting)), factor * factor
-    inside, outside = (last, following) if last[1] < 0.0 else (following, last)
+        newest, factor = (setting, excess(setting)), factor * factor
+    inside, outside = (last, newest) if last[1] < 0.0 else (newest, last)
     for number in count(1):
         a, b = inside[0], outside[0]
         if abs(a - b) <= 1.0 if whole else max(a, b) <= _PRECISION * min(a, b):
             break
         # The secant of the last two trials, or of the ends; and every eighth time the middle.
-        guess = _secant(last, following) if number % _BISECT_EVERY else math.sqrt(a) * math.sqrt(b)
+        guess = _secant(last, newest) if number % _BISECT_EVERY else math.sqrt(a) * math.sqrt(b)
         if not min(a, b) < guess < max(a, b):
             guess = _secant(inside, outside)
         setting = _between(a, b, guess, whole=whole)
-        last, following = following, (setting, excess(setting))
-        inside, outside = (following, outside) if following[1] < 0.0 else (inside, following)
+        last, newest = newest, (setting, excess(setting))
+        inside, outside = (newest, outside) if newest[1] < 0.0 else (inside, newest)
     return inside[0]
 
 

@@ -155,8 +155,8 @@ def optimal_buffers(
         return Buffers((0.0,), (0.0,))
     slowest = dict.fromkeys([1.0 / n, 1.0 / math.sqrt(n * b), 1.0 / b] if k > 1 else [1.0 / n])
     optima = [_search_buffers(loss, n, buffers, gap) for gap in slowest]
-    _, best = min(optima, key=lambda optimum: optimum[0])
-    return best
+    _, buffers_found = min(optima, key=lambda optimum: optimum[0])
+    return buffers_found
 
 
 def _fitting(schedule: Schedule) -> int:
@@ -232,8 +232,8 @@ def _decreasing_bands(loss: LossAndGradient, start: Vector) -> Vector:
         value, gradient = loss(bands(decreases))
         return value, unit * np.cumsum(gradient)
 
-    first = -np.diff(nearest, append=0.0) / unit
-    _, decreases = _minimised(of_decreases, first, [(0.0, None)] * len(start))
+    first_decreases = -np.diff(nearest, append=0.0) / unit
+    _, decreases = _minimised(of_decreases, first_decreases, [(0.0, None)] * len(start))
     return np.asarray(np.minimum.accumulate(bands(decreases)))
 
 

@@ -68,20 +68,20 @@ def epsilon(delta: float, noise_multiplier: float) -> float:
     if noise_multiplier < _LEAST_NOISE:
         return math.inf
     mu = np.array([1.0 / min(noise_multiplier, _MOST_NOISE)])
-    least = -mu / 2
+    minimum = -mu / 2
     goal = min(math.log(delta), _LARGEST_LOG_DELTA) * (1 + 4 * _ULP) - _MARGIN
-    a = np.maximum(-ndtri_exp(goal), least)
+    a = np.maximum(-ndtri_exp(goal), minimum)
     # log δ is a concave function of a, since δ is a convolution of log-concave functions. So every
     # step of Newton's method ends on the safe side of the root: each iterate is a bound.
     for _ in range(_NEWTON_STEPS):
         value, slope = _log_delta(a, mu)
-        following = np.maximum(a + (value - goal) / slope, least)
-        converged = np.abs(following - a) <= 1e-14 * (1 + np.abs(a))
-        a = following
+        next_a = np.maximum(a + (value - goal) / slope, minimum)
+        converged = np.abs(next_a - a) <= 1e-14 * (1 + np.abs(a))
+        a = next_a
         if converged[0]:
             break
     rounding = 4 * _ULP * mu * (np.abs(a) + mu / 2)
-    result = np.where(a > least, np.maximum(mu * (a + mu / 2), 0.0) + rounding, 0.0)
+    result = np.where(a > minimum, np.maximum(mu * (a + mu / 2), 0.0) + rounding, 0.0)
     return float(result[0])
 
 

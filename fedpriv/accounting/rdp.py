@@ -139,8 +139,8 @@ def _log_excess(u: Vector, log_one_plus_u: Vector, a: float) -> Vector:
     for k in range(2, 16):
         term = term * u * (2 + a - k) / k
         series += term
-    small = (1 + a) * np.abs(u) < 0.1
-    value = np.maximum(np.where(small, series, middle), np.finfo(np.float64).tiny)
+    is_small = (1 + a) * np.abs(u) < 0.1
+    value = np.maximum(np.where(is_small, series, middle), np.finfo(np.float64).tiny)
     return np.where(power > 200.0, power + log_one_plus_u, np.log(value))
 
 

@@ -50,12 +50,12 @@ class Risks:
 
     def text(self, unit: Unit) -> str:
         """Return sentences for a person who may be protected."""
-        most = "about" if self.bound is Bound.ESTIMATE else "at most"
-        few, some = percent_up(self.power[0.001]), percent_up(self.power[0.01])
+        limit = "about" if self.bound is Bound.ESTIMATE else "at most"
+        power_at_0_1, power_at_1 = percent_up(self.power[0.001]), percent_up(self.power[0.01])
         return (
-            f"The chance to tell whether one {unit} took part rises from 50% to {most} "
-            f"{percent_up(self.success)}. Of those that took part, {most} {some} are found at 1% "
-            f"false alarms, {few} at 0.1%. {self.gaussian}."
+            f"The chance to tell whether one {unit} took part rises from 50% to {limit} "
+            f"{percent_up(self.success)}. Of those that took part, {limit} {power_at_1} are found at "
+            f"1% false alarms, {power_at_0_1} at 0.1%. {self.gaussian}."
         )
 
 
@@ -81,8 +81,8 @@ def risks_of(off: TradeOff) -> Risks:
         corners = _corners(off)
         allowed = off.type_two(corners) + slack
         binding = (corners > 0.0) & (allowed < 1.0)
-        least = -ndtri(corners[binding]) - ndtri(allowed[binding])
-        mu, slack = float(np.max(least, initial=0.0)), slack + _ROUNDING
+        mus = -ndtri(corners[binding]) - ndtri(allowed[binding])
+        mu, slack = float(np.max(mus, initial=0.0)), slack + _ROUNDING
         alphas = ndtr(np.linspace(-_WIDEST, _WIDEST, _POINTS))
         regret = float(np.max(off.type_two(alphas) - gaussian_trade_off(alphas, mu)))
     power = {alpha: float(off.power(alpha)) for alpha in _FALSE_ALARMS}
@@ -99,8 +99,8 @@ def success_at(off: TradeOff, prior: float) -> float:
     """
     require(0.0 <= prior <= 1.0, f"prior is {prior}; it must be in [0, 1]")
     corners = _corners(off)
-    right = prior * off.power(corners) + (1.0 - prior) * (1.0 - corners)
-    return min(1.0, float(np.max(right)) + _ROUNDING)
+    chances = prior * off.power(corners) + (1.0 - prior) * (1.0 - corners)
+    return min(1.0, float(np.max(chances)) + _ROUNDING)
 
 
 def _corners(off: TradeOff) -> Vector:
@@ -110,8 +110,8 @@ def _corners(off: TradeOff) -> Vector:
     slopes = np.concatenate([steep, 1.0 / steep, [0.0]])  # downwards
     starts = np.concatenate([1.0 - deltas, (1.0 - deltas) / steep, [0.0]])
     with np.errstate(divide="ignore", invalid="ignore"):  # of parallel lines
-        met = np.subtract.outer(starts, starts) / np.subtract.outer(slopes, slopes)
-    return np.concatenate([np.unique(met[(met > 0.0) & (met < 1.0)]), [0.0, 1.0]])
+        crossings = np.subtract.outer(starts, starts) / np.subtract.outer(slopes, slopes)
+    return np.concatenate([np.unique(crossings[(crossings > 0.0) & (crossings < 1.0)]), [0.0, 1.0]])
 
 
 def plan_of_advantage(

@@ -87,11 +87,11 @@ def compose(events: Iterable[RoundEvent]) -> dict[tuple[float, float], int]:
             key = q, min(event.noise_multiplier / sensitivity, sys.float_info.max)
             rounds[key] = rounds.get(key, 0) + times * event.count
     merged: dict[tuple[float, float], int] = {}
-    last = (0.0, 0.0)
+    setting = (0.0, 0.0)
     for (q, z), count in sorted(rounds.items()):
-        if q != last[0] or z > last[1] * (1.0 + _SAME):
-            last = (q, z)
-        merged[last] = merged.get(last, 0) + count
+        if q != setting[0] or z > setting[1] * (1.0 + _SAME):
+            setting = (q, z)
+        merged[setting] = merged.get(setting, 0) + count
     return merged
 
 
@@ -104,11 +104,11 @@ def _sensitivities(event: RoundEvent) -> Iterator[tuple[float, int]]:
     elif sampling.policy is SamplingPolicy.SEPARATED:
         yield distance * strategy_sensitivity(strategy, *astuple(schedule)), 1
     else:
-        rest = schedule.rounds - (schedule.participations - 1) * schedule.separation
+        last_length = schedule.rounds - (schedule.participations - 1) * schedule.separation
         if schedule.participations > 1:
-            full = strategy_sensitivity(strategy, schedule.rounds, 1, 1)
-            yield distance * full, schedule.participations - 1
-        yield distance * strategy_sensitivity(strategy[:rest], rest, 1, 1), 1
+            sensitivity = strategy_sensitivity(strategy, schedule.rounds, 1, 1)
+            yield distance * sensitivity, schedule.participations - 1
+        yield distance * strategy_sensitivity(strategy[:last_length], last_length, 1, 1), 1
 
 
 @lru_cache(maxsize=256)
@@ -148,9 +148,9 @@ def _first_rounds(c: Vector, rounds: int, participations: int, separation: int) 
     # Each further participation only repeats a period of b rounds.
     repeated = max(0, participations - len(blocks))
     period = blocks.sum(axis=0)
-    rest = participations - repeated
-    length = min(rounds - repeated * separation, len(c) + (rest - 1) * separation)
-    column = _shifted_sum(np.pad(c, (0, length))[:length], rest, separation)
+    remaining = participations - repeated
+    length = min(rounds - repeated * separation, len(c) + (remaining - 1) * separation)
+    column = _shifted_sum(np.pad(c, (0, length))[:length], remaining, separation)
     return float(column @ column) + repeated * float(period @ period)
 
 
@@ -194,10 +194,10 @@ def unsampled_noise_multiplier(rounds: Rounds) -> float:
     upper bound, since sampling never costs. It is ∞ for no round, 0 if a round has no noise, and
     else has a relative error of at most 2⁻⁵⁰.
     """
-    least = min((z for _, z in rounds), default=math.inf)
-    if least in (0.0, math.inf):
-        return least
-    return least / math.sqrt(math.fsum(n * (least / z) ** 2 for (_, z), n in rounds.items()))
+    smallest = min((z for _, z in rounds), default=math.inf)
+    if smallest in (0.0, math.inf):
+        return smallest
+    return smallest / math.sqrt(math.fsum(n * (smallest / z) ** 2 for (_, z), n in rounds.items()))
 
 
 def folded(rounds: Rounds) -> Rounds:
@@ -209,12 +209,12 @@ def folded(rounds: Rounds) -> Rounds:
     everybody = {(q, z): n for (q, z), n in rounds.items() if q == 1.0}
     if len(everybody) < 2:
         return rounds
-    others = {(q, z): n for (q, z), n in rounds.items() if q != 1.0}
+    sampled = {(q, z): n for (q, z), n in rounds.items() if q != 1.0}
     total = unsampled_noise_multiplier(everybody)
     if total == 0.0:
         return {(1.0, 0.0): 1}
     count = max(1, math.ceil(min(1.0 / total / total, MOST_REPEATS)))
-    return {**others, (1.0, total * math.sqrt(count) * (1 - _ULPS)): count}
+    return {**sampled, (1.0, total * math.sqrt(count) * (1 - _ULPS)): count}
 
 
 def grouped(rounds: Rounds, most: int) -> tuple[Rounds, Rounds]:

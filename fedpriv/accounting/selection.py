@@ -47,8 +47,8 @@ def selected_rdp(
         surcharge = mean * np.array([delta_at(math.log1p(1.0 / (a - 1.0))) for a in alpha])
     else:
         log_inverse = -math.log(gamma_of(mean, shape))
-        best = np.min((1.0 - 1.0 / alpha) * rdp + log_inverse / alpha)
-        surcharge = np.full_like(alpha, (1.0 + shape) * best)
+        constant = np.min((1.0 - 1.0 / alpha) * rdp + log_inverse / alpha)
+        surcharge = np.full_like(alpha, (1.0 + shape) * constant)
     total = rdp + surcharge + math.log(mean) / (alpha - 1.0)
     descending = np.argsort(-alpha)
     total[descending] = np.minimum.accumulate(total[descending])
@@ -82,14 +82,14 @@ def number_of_trials(word: int, mean: float, shape: float | None = None) -> int:
     (20, 14)
     """
     with localcontext(prec=_DIGITS):
-        rest, average = (Decimal(word) + Decimal("0.5")) / 2**TRIAL_BITS, Decimal(mean)
+        remaining, average = (Decimal(word) + Decimal("0.5")) / 2**TRIAL_BITS, Decimal(mean)
         gamma, eta = Decimal(1), Decimal(1)
         k, chance = 0, (-average).exp()
         if shape is not None:
             gamma, eta = Decimal(gamma_of(mean, shape)), Decimal(shape)
             k, chance = 1, (1 - gamma) * eta / (gamma**-eta - 1)
-        while rest >= chance:
-            rest -= chance
+        while remaining >= chance:
+            remaining -= chance
             factor = average if shape is None else (1 - gamma) * (k + eta)
             chance *= factor / (k + 1)
             k += 1

@@ -418,7 +418,7 @@ class _Search:
         return self._written(tuning, "no enrolled user's data was read")
 
     def on_users(self, *, price_only: bool = False) -> Tuning:
-        """Search on the enrolled users: print and charge the price, run trials, release the best."""
+        """Search on the enrolled users: print the price, charge it, try, and release the best."""
         setup, privacy = self.setup, self.setup.config.privacy
         self._check_on_users()
         self._check_trials()

@@ -87,9 +87,9 @@ def neighbours(digest: bytes, nodes: int, degree: int) -> tuple[tuple[int, ...],
         return tuple((*range(node), *range(node + 1, nodes)) for node in range(nodes))
     circle = _circle(digest, nodes)
     linked: list[tuple[int, ...]] = [()] * nodes
-    for place, node in enumerate(circle):
-        sides = range(place - degree // 2, place + degree // 2 + 1)
-        linked[node] = tuple(sorted(circle[at % nodes] for at in sides if at != place))
+    for centre, node in enumerate(circle):
+        sides = range(centre - degree // 2, centre + degree // 2 + 1)
+        linked[node] = tuple(sorted(circle[i % nodes] for i in sides if i != centre))
     return tuple(linked)
 
 
@@ -106,10 +106,10 @@ def share_stddev(stddev_steps: float, nodes: int, secure: SecureSum) -> float:
     InvalidValueError if s is below 2^10, for which δ′ is not negligible by proof.
     """
     sharing = secure.sharing(nodes)
-    least = LEAST_SHARE * math.sqrt(sharing)  # as the event checks it
-    if not least <= stddev_steps < math.inf:
+    minimum = LEAST_SHARE * math.sqrt(sharing)  # as the event checks it
+    if not minimum <= stddev_steps < math.inf:
         problem = f"the noise of a group is {stddev_steps} steps"
-        limit = f"if {sharing} nodes share it, it must be finite and at least {text_up(least)}"
+        limit = f"if {sharing} nodes share it, it must be finite and at least {text_up(minimum)}"
         raise InvalidValueError(f"{problem}; {limit}")
     share = max(LEAST_SHARE, stddev_steps / math.sqrt(sharing))
     while sharing * Fraction(share) ** 2 < Fraction(stddev_steps) ** 2:
@@ -168,10 +168,10 @@ class Grid:
 
     def steps(self, total: SignedVector, clipping: Clipping) -> IntegerVector:
         """Return a total [D] in steps."""
-        wide = total.astype(np.int64)
+        steps = total.astype(np.int64)
         for span, shift in self._spans(clipping):
-            wide[span] <<= shift
-        return wide
+            steps[span] <<= shift
+        return steps
 
     def _spans(self, clipping: Clipping) -> Iterator[tuple[slice, int]]:
         for group, shift in zip(clipping.groups, self.shifts, strict=True):

@@ -193,10 +193,10 @@ class Roster:
     def listed(self, nodes: Sequence[str], secure: SecureSum) -> tuple[str, ...]:
         """Return a list of at least n − d nodes in their order, or raise InvalidValueError."""
         ordered = sorted(nodes, key=self.index)
-        least = len(self.members) - secure.dropouts
+        minimum = len(self.members) - secure.dropouts
         problem = f"a list names {len(ordered)} of {len(self.members)} nodes"
         require(len(set(ordered)) == len(ordered), f"{problem}; it must name each only once")
-        require(len(ordered) >= least, f"{problem}; it must name at least {least}")
+        require(len(ordered) >= minimum, f"{problem}; it must name at least {minimum}")
         return tuple(ordered)
 
 
@@ -230,15 +230,15 @@ class Participant:
 
         Raises InvalidValueError for a roster that lacks the node with this key, or is too short.
         """
-        mine = f"the roster has another key of node {node!r}; it must be the node's own"
-        require(roster.member(node).key == pair.public, mine)
+        limit = f"the roster has another key of node {node!r}; it must be the node's own"
+        require(roster.member(node).key == pair.public, limit)
         linked = roster.neighbours_of(node, secure)
         points = [roster.index(neighbour) + 1 for neighbour in linked]
-        both = [
+        shares_of_secrets = [
             _shares(secret, threshold_of(secure), points) for secret in (pair.masking, pair.seed)
         ]
         sealed = {}
-        for neighbour, *shares in zip(linked, *both, strict=True):
+        for neighbour, *shares in zip(linked, *shares_of_secrets, strict=True):
             key = _sealing_key(roster, pair, node, neighbour, sender=True)
             nonce = secrets.token_bytes(_NONCE_BYTES)
             sealed[neighbour] = nonce + AESGCM(key).encrypt(nonce, b"".join(shares), None)
@@ -256,8 +256,8 @@ class Participant:
         neighbour in it.
         """
         listed = self.roster.listed(sharers, self.secure)
-        left_out = f"node {self.node!r} shared its secrets; the list of sharers must name it"
-        require(self.node in listed, left_out)
+        problem = f"node {self.node!r} shared its secrets; the list of sharers must name it"
+        require(self.node in listed, problem)
         linked = [name for name in self.sealed if name in set(listed)]
         texts = {name: self._text(name, sealed.get(name, b"")) for name in linked}
         purpose = _digest(listed)
@@ -274,9 +274,9 @@ class Participant:
     def _text(self, sender: str, message: bytes) -> bytes:
         """Open a neighbour's message."""
         key = _sealing_key(self.roster, self.pair, self.node, sender, sender=False)
-        nonce, rest = message[:_NONCE_BYTES], message[_NONCE_BYTES:]
+        nonce, ciphertext = message[:_NONCE_BYTES], message[_NONCE_BYTES:]
         try:
-            text = AESGCM(key).decrypt(nonce, rest, None)
+            text = AESGCM(key).decrypt(nonce, ciphertext, None)
         except (InvalidTag, ValueError) as error:
             problem = f"the message of node {sender!r} to {self.node!r} cannot be opened"
             limit = "it must be sealed for this roster"
@@ -306,8 +306,8 @@ class Uploaded:
         listed = self.roster.listed(survivors, self.secure)
         strangers = sorted(set(listed) - set(self.sharers))
         require(not strangers, f"survivors include {strangers}; they must be among the sharers")
-        left_out = f"node {self.node!r} uploaded its sum; the list of survivors must name it"
-        require(self.node in listed, left_out)
+        problem = f"node {self.node!r} uploaded its sum; the list of survivors must name it"
+        require(self.node in listed, problem)
         return list_statement(self.roster, self.sharers, listed)
 
     def opened(
@@ -321,11 +321,11 @@ class Uploaded:
         the statement that the node signed.
         """
         statement = self.statement(survivors)
-        listed, needed = set(survivors), self.secure.quorum(len(self.roster.members))
+        listed, quorum = set(survivors), self.secure.quorum(len(self.roster.members))
         signed = (verify(name, statement, signatures[name]) for name in listed & set(signatures))
         valid = sum(map(bool, signed))
         problem = f"{valid} survivors signed the list that node {self.node!r} was shown"
-        require(valid >= needed, f"{problem}; at least {needed} must")
+        require(valid >= quorum, f"{problem}; at least {quorum} must")
         return {
             name: seed if name in listed else masking
             for name, (masking, seed) in self.shares.items()
@@ -373,8 +373,8 @@ def unmasked(
 def _sealing_key(roster: Roster, pair: KeyPair, node: str, other: str, *, sender: bool) -> bytes:
     """Return the key of the messages from a node to another, or the other way round."""
     secret = _shared(pair.sealing, roster.member(other).sealing, other)
-    way = (node, other) if sender else (other, node)
-    return _derived(secret, b"shares", roster.digest, _names(way))
+    direction = (node, other) if sender else (other, node)
+    return _derived(secret, b"shares", roster.digest, _names(direction))
 
 
 def _self_key(roster: Roster, sharers: bytes, node: str, seed: bytes) -> bytes:
@@ -426,8 +426,8 @@ def _restored(
     """
     points = [(x, int.from_bytes(y, "big")) for x, y in shares.items() if len(y) == _SHARE_BYTES]
     starts = range(len(points) if len(points) >= threshold else 0)
-    for first in starts:
-        number = _at_zero([points[(first + more) % len(points)] for more in range(threshold)])
+    for start in starts:
+        number = _at_zero([points[(start + offset) % len(points)] for offset in range(threshold)])
         if number < 2**256:
             secret = number.to_bytes(_SECRET_BYTES, "big")
             if masking and _public(secret) == member.masking:
@@ -443,9 +443,9 @@ def _at_zero(points: Sequence[tuple[int, int]]) -> int:
     """Return the value at 0 of the polynomial of least degree through points (Lagrange)."""
     value = 0
     for x, y in points:
-        over = under = 1
-        for other, _ in points:
-            if other != x:
-                over, under = over * other % _PRIME, under * (other - x) % _PRIME
-        value += y * over * pow(under, -1, _PRIME)
+        top = bottom = 1
+        for point, _ in points:
+            if point != x:
+                top, bottom = top * point % _PRIME, bottom * (point - x) % _PRIME
+        value += y * top * pow(bottom, -1, _PRIME)
     return value % _PRIME

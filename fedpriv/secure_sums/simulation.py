@@ -43,16 +43,16 @@ def simulated_nodes(
     total, uploads = np.zeros(clipping.layout.dimension, f"u{grid.dtype.itemsize}"), {}
     for name in survivors:
         received = {n: m.sealed[name] for n, m in members.items() if name in m.sealed}
-        own = grid.rounded(nodes.noised_sum(name, mechanism, collect), clipping)
-        masked, uploads[name] = members[name].masked(own, sharers, received)
+        node_sum = grid.rounded(nodes.noised_sum(name, mechanism, collect), clipping)
+        masked, uploads[name] = members[name].masked(node_sum, sharers, received)
         total += masked
     signatures = dict.fromkeys(nodes.after(_SIGNING), b"")
 
     def opened() -> OpenedSum | None:
-        left = nodes.after(_OPENING)
-        if not nodes.suffice(left):
+        openers = nodes.after(_OPENING)
+        if not nodes.suffice(openers):
             return None
-        shares = {n: uploads[n].opened(survivors, signatures, lambda *_: True) for n in left}
+        shares = {n: uploads[n].opened(survivors, signatures, lambda *_: True) for n in openers}
         summed = unmasked(total, nodes.roster, secure, sharers, survivors, shares)
         return OpenedSum(grid.steps(summed, clipping), len(survivors))
 
@@ -76,13 +76,13 @@ class _Nodes:
         members = tuple(Member(name, pair.public) for name, pair in pairs.items())
         roster = Roster(hashlib.sha256(attempt.encode()).digest(), members)
         coins = words(entropy.key("dropouts"), 2 * len(names)).reshape(2, -1)
-        gone = coins[0] * 2.0**-64 < dropout
-        steps = np.where(gone, coins[1] % np.uint64(_NEVER), _NEVER).tolist()
+        drops_out = coins[0] * 2.0**-64 < dropout
+        steps = np.where(drops_out, coins[1] % np.uint64(_NEVER), _NEVER).tolist()
         return cls(secure, roster, pairs, dict(zip(names, steps, strict=True)), entropy)
 
     def after(self, step: int) -> list[str]:
         """Return the nodes that have not dropped out before the step after this one."""
-        return [name for name, gone in self.gone_at.items() if gone > step]
+        return [name for name, last_step in self.gone_at.items() if last_step > step]
 
     def suffice(self, names: Sequence[str]) -> bool:
         return len(names) >= self.secure.nodes - self.secure.dropouts

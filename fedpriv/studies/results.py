@@ -216,7 +216,7 @@ def _summary(
         as_if=runs[0].as_if,
         simulation_only_users_per_second=statistics.median(speeds),
         figures={
-            name: Interval.of([of_run.get(name, math.nan) for of_run in figures])
+            name: Interval.of([run_figures.get(name, math.nan) for run_figures in figures])
             for name in dict.fromkeys(itertools.chain.from_iterable(figures))
         },
         **{name: means([getattr(run, name) for run in runs]) for name in tables},
@@ -378,10 +378,10 @@ def _comparison(arms: Sequence[ArmSummary], baseline: str) -> str:
         text = f"{best} has {measure.superlative(ranked[best])}, {versus} ({seeds})."
     parts = []
     for word in ("better", "worse", "not told apart", "not finite"):
-        same = [arm for arm in ranked if arm != best and verdicts.get(arm) == word]
-        names = ", ".join(f"{arm} ({texts[arm]})" for arm in same[:_MOST_ARMS])
-        rest = f" and {len(same) - _MOST_ARMS} more" if len(same) > _MOST_ARMS else ""
-        parts += [f"{word}: {names}{rest}"] if same else []
+        alike = [arm for arm in ranked if arm != best and verdicts.get(arm) == word]
+        names = ", ".join(f"{arm} ({texts[arm]})" for arm in alike[:_MOST_ARMS])
+        rest = f" and {len(alike) - _MOST_ARMS} more" if len(alike) > _MOST_ARMS else ""
+        parts += [f"{word}: {names}{rest}"] if alike else []
     against = f" Against {baseline}, with {CONFIDENCE:.0%} intervals, {'; '.join(parts)}."
     return text + against if parts else text
 

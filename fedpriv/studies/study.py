@@ -110,9 +110,9 @@ class Study(Section):
         names_by_settings: dict[str, str] = {}
         for arm in self.arms:
             _check_arm(self.base, arm)
-            other = names_by_settings.setdefault(repr(self.flat_settings(arm)), arm.name)
-            if other != arm.name:
-                raise ValueError(f"arms {other!r} and {arm.name!r} are alike; they must differ")
+            twin = names_by_settings.setdefault(repr(self.flat_settings(arm)), arm.name)
+            if twin != arm.name:
+                raise ValueError(f"arms {twin!r} and {arm.name!r} are alike; they must differ")
         return self if self.baseline else self.model_copy(update={"baseline": names[0]})
 
     @property
@@ -159,8 +159,8 @@ class Study(Section):
     def config_of(self, cell: Cell) -> Config:
         """Return the experiment of a run; the run's name has its arm, target and seed."""
         config = parse_config(self.table_of(cell), f"arm {cell.arm.name!r}")
-        at = f"-epsilon{cell.target.epsilon:g}".replace("+", "") if len(self.targets) > 1 else ""
-        return config.model_copy(update={"run": f"{config.name}{at}-seed{cell.seed}"})
+        tag = f"-epsilon{cell.target.epsilon:g}".replace("+", "") if len(self.targets) > 1 else ""
+        return config.model_copy(update={"run": f"{config.name}{tag}-seed{cell.seed}"})
 
     def digest_of(self, cell: Cell, folder: Path) -> str:
         """Return the SHA-256 of a run's settings; a finished run with this digest is valid.
@@ -179,8 +179,8 @@ class Study(Section):
 def _levels(key: str, axis: object) -> list[Arm]:
     """Return the levels of an axis as arms; it is a table of assignments, or values of the key."""
     if isinstance(axis, list):
-        last = key.rpartition(".")[2]
-        levels = [(f"{last}-{value}", [f"{key}={_inline(value)}"]) for value in axis]
+        name_of_key = key.rpartition(".")[2]
+        levels = [(f"{name_of_key}-{value}", [f"{key}={_inline(value)}"]) for value in axis]
     elif isinstance(axis, Mapping):
         levels = list(axis.items())
     else:
@@ -263,13 +263,13 @@ def _check_arm(base: Mapping[str, object], arm: Arm) -> None:
     """Raise ValueError if an arm would change the cost of its runs or the way they are charged."""
     subject = f"arm {arm.name!r}"
     try:
-        before, varied = flattened(base), overridden(base, arm.set)
+        base_settings, varied = flattened(base), overridden(base, arm.set)
         table = flattened(varied)
     except InvalidValueError as error:
         raise ValueError(f"{subject}: {error}") from error
     for reason, keys in _FIXED.items():
         for key in keys:
-            if table.get(key) != before.get(key):
+            if table.get(key) != base_settings.get(key):
                 raise ValueError(f"{subject} sets {key}; {reason}")
     if table.get("privacy.ledger") is not None:
         raise ValueError(f"{subject} has a privacy.ledger; every run of a study has its own")

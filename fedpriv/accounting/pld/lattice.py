@@ -182,19 +182,19 @@ def dominating(law: LossLaw, lattice: Lattice, direction: Direction) -> LossAtom
     points = lattice_points(law, lattice, direction)
     loss, share = points.loss, -np.expm1(-lattice.step * np.diff(points.index))
     masses = law.masses(loss)
-    inner, small = _without_small(masses)
+    inner, small_sums = _without_small(masses)
     p, q, _ = inner
     mass = np.zeros(len(loss))
     # Masses that lost digits are infinite; so is more than any mass that underflowed.
     infinite = _SMALLEST * len(loss)
     if direction is Direction.REMOVE:
-        infinite += masses[0, -1] + small[0]
+        infinite += masses[0, -1] + small_sums[0]
         moved = np.clip(_excess(inner, loss[:-1]) / share, 0.0, p)
         mass[1:] += moved
         mass[:-1] += p - moved
         mass[0] += masses[0, 0]
     else:
-        infinite += masses[1, 0] + small[1]
+        infinite += masses[1, 0] + small_sums[1]
         moved = np.clip(-_excess(inner, loss[1:]) * np.exp(-loss[1:]) / share, 0.0, q)
         mass[1:] += q - moved
         mass[:-1] += moved
@@ -337,8 +337,8 @@ class DiscreteLaw:
         """log(p/q): [outputs]."""
         with np.errstate(divide="ignore", invalid="ignore"):
             rise = self.gap / self.q
-            far = np.where(self.p > 0, np.log(self.p) - np.log(self.q), -np.inf)
-            return np.where(np.abs(rise) < _NEAR, np.log1p(rise), far)
+            plain = np.where(self.p > 0, np.log(self.p) - np.log(self.q), -np.inf)
+            return np.where(np.abs(rise) < _NEAR, np.log1p(rise), plain)
 
     def span(self, tail: float) -> tuple[float, float]:
         """Return finite losses with at most about `tail` of P and of Q on either side of them."""
