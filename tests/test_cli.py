@@ -502,7 +502,7 @@ def test_an_interrupt_of_the_imports_leaves_no_traceback(tmp_path: Path) -> None
 def test_an_empty_value_is_no_folder(tmp_path: Path) -> None:
     for arguments in (["--out", ""], ["--out="]):
         line = refused("simulate", DIGITS, *SHORT, *arguments, cwd=tmp_path)
-        assert line == "error: --out has an empty value; it must have some"
+        assert line == "error: --out has an empty value; it must not be empty"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -54,8 +54,8 @@ class Risks:
         power_at_0_1, power_at_1 = percent_up(self.power[0.001]), percent_up(self.power[0.01])
         return (
             f"The chance to tell whether one {unit} took part rises from 50% to {limit} "
-            f"{percent_up(self.success)}. Of those that took part, {limit} {power_at_1} are found at "
-            f"1% false alarms, {power_at_0_1} at 0.1%. {self.gaussian}."
+            f"{percent_up(self.success)}. Of those that took part, {limit} {power_at_1} are found "
+            f"at 1% false alarms, {power_at_0_1} at 0.1%. {self.gaussian}."
         )
 
 

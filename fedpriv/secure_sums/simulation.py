@@ -1,6 +1,6 @@
 """Secure sums in one process: the code of real nodes and servers, with simulated drop-outs.
 
-The nodes' signatures are left out: nobody is there to deceive.
+The nodes' signatures are left out, since one process has no one to deceive.
 """
 
 import hashlib
@@ -66,7 +66,7 @@ class _Nodes:
     secure: SecureSum
     roster: Roster
     pairs: dict[str, KeyPair]
-    gone_at: dict[str, int]  # the step before which each node drops out
+    gone_at: dict[str, int]  # the first step that each node does not complete
     entropy: SeriesEntropy
 
     @classmethod
@@ -81,7 +81,7 @@ class _Nodes:
         return cls(secure, roster, pairs, dict(zip(names, steps, strict=True)), entropy)
 
     def after(self, step: int) -> list[str]:
-        """Return the nodes that have not dropped out before the step after this one."""
+        """Return the nodes that complete this step."""
         return [name for name, last_step in self.gone_at.items() if last_step > step]
 
     def suffice(self, names: Sequence[str]) -> bool:
@@ -90,7 +90,7 @@ class _Nodes:
     def noised_sum(
         self, name: str, mechanism: GaussianMechanism, collect: Collect
     ) -> IntegerVector:
-        """Return the sum of the node's drawn users and its share of the noise, in steps [D]."""
+        """Return the sum of the node's drawn users plus its share of the noise, in steps [D]."""
         sampling, key_of = mechanism.sampling.event(), self.entropy.key
         number, n = self.roster.index(name), len(self.pairs)
         ends = [position * sampling.population // n for position in (number, number + 1)]
