@@ -19,7 +19,7 @@ from fedpriv.accounting.round_counts import Ends, Vector
 _ULP = 2.0**-52
 _MARGIN = 1e-12  # added to log δ: ten times the rounding errors in tests, not a proved bound
 _WIDTH = 2e-11  # twice the error of ε relative to 1 + ε, and of δ relative to δ
-# A smaller z has an ε above the largest float; a larger z is replaced by the latter.
+# A z below the first has an ε above the largest float; a z above the second is replaced by it.
 _LEAST_NOISE, _MOST_NOISE = 1e-150, 1e302
 _LARGEST_LOG_DELTA = -1e-9  # replaces a δ closer to 1, where δ hardly depends on ε
 _LARGEST_A = 1e3

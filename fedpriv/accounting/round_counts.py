@@ -1,7 +1,7 @@
-"""Events counted as rounds by (q, z), and many different rounds replaced by few groups.
+"""Counting of events as rounds by (q, z), and grouping of many different rounds.
 
-q is the sampling probability and z the noise_stddev per **sensitivity**: accountants of one policy
-depend on nothing else, except for the schedule of a pass.
+q is the sampling probability and z the noise_stddev per **sensitivity**. For one policy, prices
+depend only on these, and on the schedule of a pass.
 
 A round with (q', z'), q' ≥ q and z' ≤ z, costs at least as much as one with (q, z): additional
 noise on its output, and noise instead of the output with probability 1 − q/q', turn its pair of
@@ -54,10 +54,10 @@ Vector = NDArray[np.float64]
 Rounds = Mapping[tuple[float, float], int]
 """Number of rounds ≥ 1 by (sampling probability q in (0, 1], noise multiplier z ≥ 0)."""
 
-Ends = tuple[float, float]  # of an interval that contains the truth
+Ends = tuple[float, float]  # of an interval that contains the true value
 
 _SAME = 2.0**-36  # relative difference of noise multipliers that counts as rounding
-_FINE = 5e-4  # relative difference of variances within a group that needs no split
+_FINE = 5e-4  # a group with a smaller relative difference of variances needs no split
 _ULPS = 2.0**-50
 
 
@@ -69,7 +69,7 @@ class Direction(IntEnum):
 
 
 def compose(events: Iterable[RoundEvent]) -> dict[tuple[float, float], int]:
-    """Count events by (q, z), and return the counts in order of both, whatever the events' order.
+    """Count events by (q, z), and return the counts in order of (q, z).
 
     The sensitivity is 1 clipping norm if one user is added or removed, and 2 if one is replaced,
     times that of the strategy of a series. Noise multipliers that differ by less than a part in 2³⁶
@@ -96,7 +96,7 @@ def compose(events: Iterable[RoundEvent]) -> dict[tuple[float, float], int]:
 
 
 def _sensitivities(event: RoundEvent) -> Iterator[tuple[float, int]]:
-    """Yield the rounds that one event consists of: sensitivities in clipping norms, and counts."""
+    """Yield the rounds of one event: sensitivities in clipping norms, and counts."""
     sampling, schedule, strategy = event.sampling, event.sampling.schedule, event.strategy
     distance = sampling.relation.sensitivity
     if schedule is None or sampling.policy not in WITH_STRATEGY:
@@ -188,7 +188,7 @@ def arrays(rounds: Rounds) -> tuple[Vector, Vector, Vector]:
 
 
 def unsampled_noise_multiplier(rounds: Rounds) -> float:
-    """Return the z of the Gaussian mechanism that the rounds form together without sampling.
+    """Return the z of the Gaussian mechanism that all rounds together form without sampling.
 
     1/z² = Σ count/zᵢ² (Dong, Roth & Su 2019, Section 3). Its cost is exact for q = 1, and else an
     upper bound, since sampling never costs. It is ∞ for no round, 0 if a round has no noise, and
@@ -201,7 +201,7 @@ def unsampled_noise_multiplier(rounds: Rounds) -> float:
 
 
 def folded(rounds: Rounds) -> Rounds:
-    """Return the rounds, with all those of q = 1 replaced by m equal rounds of the same total cost.
+    """Return the rounds, with all rounds of q = 1 replaced by m equal rounds of the same cost.
 
     All rounds of q = 1 together equal one with noise multiplier z, rounded down. Each of the m new
     rounds has √m·z.
@@ -233,7 +233,7 @@ def grouped(rounds: Rounds, most: int) -> tuple[Rounds, Rounds]:
 
 
 def _boxes(q: Vector, z: Vector, counts: Vector, most: int) -> list[NDArray[np.int64]]:
-    """Return the members of each group; boxes with the most variance inside are split first.
+    """Return the members of each group; boxes with the largest variance are split first.
 
     The variance of the likelihood ratio of one round is q²·(e^{1/z²} − 1), a product: axes are the
     logarithms of its factors.

@@ -1,11 +1,11 @@
 """Private selection: the best of a random number K of private trials, and its cost.
 
 The best of 20 private runs costs as much as all 20, unless the number of runs is random and
-everything but the best stays secret. Then the best of K costs about two or three times as much as
-one run, whatever the mean of K (Liu & Talwar 2019; Papernot & Steinke 2022, "Hyperparameter tuning
-with Rényi differential privacy"). The theorems need independent trials of the same kind: each draws
-its settings from one fixed distribution, and not from the results of earlier trials. So a search
-that learns from trial to trial, such as most of Optuna's samplers, has no such price.
+everything except the best run stays secret. Then the best of K costs about two or three times as
+much as one run, for any mean of K (Liu & Talwar 2019; Papernot & Steinke 2022, "Hyperparameter
+tuning with Rényi differential privacy"). The theorems need independent trials of the same kind:
+each draws its settings from one fixed distribution, not from the results of earlier trials. So a
+search that learns from trial to trial, such as most of Optuna's samplers, has no such price.
 """
 
 import math
@@ -73,7 +73,7 @@ def _mean(log_gamma: float, shape: float) -> float:
 
 
 def number_of_trials(word: int, mean: float, shape: float | None = None) -> int:
-    """Return the K that a secret word of 512 random bits determines, by inversion.
+    """Return the K determined by a secret word of 512 random bits, by inversion.
 
     Without a shape K is Poisson, and may be 0. The probability of each K has an error of at most
     2⁻⁵¹², so the sum of all errors times e^ε is far below any δ that is priced.

@@ -29,9 +29,9 @@ from fedpriv.accounting.round_counts import Direction, Vector
 ComplexVector = NDArray[np.complex128]
 
 EPS, TINY = (float(x) for x in (np.finfo(np.float64).eps, np.finfo(np.float64).tiny))
-LARGEST_ANGLE = 2.4  # θ stays below π, where A may vanish
+LARGEST_ANGLE = 2.4  # keeps θ below π, where A may vanish
 HEIGHTS = (0.2, 0.5, 1.2, 2.4, 4.8)  # of ellipses in the imaginary direction
-_CUT = 50.0  # a density below e^−50 of the largest is left out
+_CUT = 50.0  # densities below e^−50 of the largest are left out
 _SURVEY = 96  # nodes per setting, enough for plans
 _CHUNK = 1 << 15  # numbers of a temporary array, which fit into the cache
 _POWERS = 16  # largest number of factors of one e^{itL}, twice; more would add up roundings
@@ -103,7 +103,7 @@ class Losses:
 
 @dataclass(frozen=True)
 class DirectedRounds:
-    """Rounds of p different settings (q, z), seen from one direction."""
+    """Rounds of p different settings (q, z), in one direction."""
 
     q: Vector  # [p]
     z: Vector  # [p]

@@ -9,10 +9,10 @@ For the loss S of all rounds together, K(w) = log E[e^{wS}] and any c > 0,
 positive, and bounded here. A plan sets the real part, the step and the length of the contour, from
 rough estimates: a poor plan makes the interval wider, never wrong.
 
-Eight digits cost some thousand exponentials for each different (q, z), whatever its count. A run
-prices the same few (q, z) again and again, each time with more rounds. So plans are on a grid,
-where many numbers of rounds share a contour, and the values of one round of each (q, z) along it
-are cached. An answer depends on rounds and δ alone, not on earlier calls.
+Eight digits cost some thousand exponentials for each different (q, z), for any count. A run prices
+the same few (q, z) again and again, each time with more rounds. So plans are on a grid, on which
+many numbers of rounds share a contour, and the values of one round of each (q, z) along it are
+cached. An answer depends only on rounds and δ, not on earlier calls.
 
 The method refuses if rare, huge losses make the integrand decrease too slowly: for z·√(Σq²) < 0.1
 with, mostly, Σq < 1, and for a few rounds with q < 1.
@@ -56,13 +56,13 @@ _GRID = 32  # plans have tilts c = e^{j/32}
 _LARGEST_PLACE = 24 * _GRID  # saddle points are searched between e^−24 and e^24
 _FINE, _END = 4, 2  # periods are powers of 2^{1/4}, and ends powers of √2
 _ENDS = 60  # candidates for the end of a contour
-_FEW_TERMS = 32.0  # a sum with fewer terms needs no better window
+_FEW_TERMS = 32.0  # a sum with fewer terms does not need a better window
 _SIZES = (32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048, 3072)
 # Limits on the multiplications of a contour; above them, a convolution is faster.
 _WORK, _WORK_PER_SETTING, _MOST_WORK = 2e7, 1e6, 1e9
 _PART = 128  # settings in one array
 _WIDEST = 1e-3  # largest width of an interval, relative to its upper end
-_NEARLY = 5e-3  # relative width of δ at each of many ε at which no other contour is tried
+_NEARLY = 5e-3  # no other contour is tried if δ has at most this relative width at all of many ε
 _LEAST_NOISE, _MOST_NOISE, _LEAST_PROBABILITY = 0.02, 1e6, 1e-12
 _MOST_EPSILON = 1e200  # products of larger ones overflow
 # Distances at which a bound is tried, relative to the estimated one.
@@ -141,7 +141,7 @@ def plan_at_epsilon(rounds: DirectedRounds, epsilon: float) -> ContourPlan:
 
 
 def _log_tails(rounds: DirectedRounds, log_delta: float) -> tuple[float, float]:
-    """Return log tails of a wide window, for most losses, and of one for rare, huge losses."""
+    """Return log tails of a wide window, for most losses, and a narrow one, for rare huge ones."""
     narrow = log_delta - rounds.certainty - math.log(_power(rounds.number))
     return min(float(log_ndtr(ndtri_exp(log_delta) - _MARGIN)), narrow), narrow
 
@@ -154,7 +154,7 @@ def _power(rounds: float) -> float:
 def _cheapest(
     plan: Callable[[float], ContourPlan], rounds: DirectedRounds, log_delta: float
 ) -> ContourPlan:
-    """Return the plan with fewer terms of the two windows."""
+    """Return the plan with fewer terms, by the wide or the narrow window."""
     wide, narrow = _log_tails(rounds, log_delta)
     first = plan(wide)
     if first.last < _FEW_TERMS or narrow == wide:
@@ -226,7 +226,7 @@ def _plan(
     least = math.floor(_END * math.log2(6.0 / spread))
 
     def suffices(end: int) -> bool:
-        """Return whether the integral beyond this end is negligible, as then for later ones too."""
+        """Return whether the integral beyond this end is negligible, as for all later ends then."""
         stop = 2.0 ** ((least + end) / _END)
         decay_needed = scale - math.log(math.pi * stop) + certainty
         return rounds.sum(_decay(*place, c, stop)) >= decay_needed
@@ -440,7 +440,7 @@ def epsilon_interval(rounds: Rounds, delta: float, views: Views = USERS) -> Ends
         raise ContourUnsuitableError(f"delta is {delta}; the contour needs at least 1e-100")
 
     def ceiling(setting: DirectedRounds, plan: ContourPlan, low: float) -> float:
-        """Return the largest loss if it is at most `low`, and else at most a Rényi bound.
+        """Return the largest loss if it is at most `low`, else the lesser of it and a Rényi bound.
 
         The latter is that of Canonne et al. 2020, Proposition 12.
         """
@@ -490,8 +490,8 @@ def deltas_along(
     """Return upper bounds of δ at ascending ε: [epsilons], tight for δ between those of `near`.
 
     Every contour bounds δ at all ε. The one for the first delta of `near` is precise enough for all
-    of them; views share its plan, and have others where bounds stay wide. ContourUnsuitableError if
-    a contour is too expensive, if all are wide, or as in `epsilon_interval`.
+    of them; views share its plan, and get others if bounds stay wide. ContourUnsuitableError if a
+    contour is too expensive, if all are wide, or as in `epsilon_interval`.
     """
     worse, at, shared = np.zeros(len(epsilons)), np.array(epsilons), list[ContourPlan]()
     for view in views:
@@ -530,8 +530,8 @@ def _worse(
 ) -> Ends:
     """Return the ends in the worst view.
 
-    The second one is computed only if its ceiling is above the first one's lower end, which
-    the ceiling knows, as it may take long.
+    Since the second view may take long, it is computed only if its ceiling, which is given the
+    first view's lower end, is above that end.
     """
     if not rounds:
         return 0.0, 0.0

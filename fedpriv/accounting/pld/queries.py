@@ -41,7 +41,7 @@ _WIDTH, _LEAST_WIDTH, _DELTA_WIDTH = 1e-3, 1e-6, 0.05
 # Attempts for a wide interval, the smallest factor of the precision of the next one, and the share
 # of the last width above which further attempts are useless.
 _TRIES, _FINEST, _PROGRESS = 6, 1 / 64, 0.8
-_FAR = 5e-3  # relative width of an interval of ε that suggests a misplaced window
+_FAR = 5e-3  # a larger relative width of an interval of ε suggests a misplaced window
 # Numbers of different pairs, each with a transform: up to the first they get several attempts, up
 # to the second one attempt, and more are grouped.
 _REFINED, _GROUPS = 16, 32
@@ -179,7 +179,7 @@ def _largest_added(pairs: Pairs) -> float:
 
 
 def _closed_form(pairs: Pairs) -> float | None:
-    """Return the z of the Gaussian that the pairs form, 0 if one has no noise, None if not one."""
+    """Return the z of the Gaussian that the pairs form, if any; 0 if a pair has no noise."""
     if any(pair.z == 0.0 for pair in pairs):
         return 0.0
     rounds = Counter[tuple[float, float]]()
@@ -244,7 +244,7 @@ def _composed_above(
 
 
 def _power_of_two(n: int) -> int:
-    """Return the least power of two that is not below n ≥ 1."""
+    """Return the least power of two that is at least n ≥ 1."""
     return 1 << (n - 1).bit_length()
 
 
@@ -267,14 +267,14 @@ def _at_least_as_bad(pair: LossPair, lattice: Lattice, direction: Direction) -> 
 
 @lru_cache(maxsize=_KEPT)
 def _at_most_as_bad(pair: LossPair, lattice: Lattice, direction: Direction) -> LossAtoms | None:
-    """Return a loss that is at most as bad, None if there is no such law or it has no mass."""
+    """Return a loss that is at most as bad; None if there is no such law or it has no mass."""
     law = pair.at_most_as_bad(lattice.tail)
     atoms = None if law is None else dominated(law, lattice, direction)
     return atoms if atoms is not None and atoms.mass.any() else None
 
 
 def _few(pairs: Pairs) -> tuple[Pairs, Pairs]:
-    """Return pairs at least as bad, and at most as bad, in few groups of each kind, in range.
+    """Return pairs at least as bad, and pairs at most as bad, in few groups per kind, in range.
 
     The former may have a larger q and a smaller z, and may keep a z below the range. The latter may
     have a larger z, and omit pairs that would need another change.
@@ -361,7 +361,7 @@ class _Aim(NamedTuple):
 
 
 def _cumulant(pairs: Pairs, tail: float, direction: Direction, share: float = 1.0) -> _Cumulant:
-    """Return the cumulant without losses rarer than `tail`; laws may cut off a share of that."""
+    """Return the cumulant without losses rarer than `tail`; laws may cut off a share of it."""
     sketches = [pair.at_least_as_bad(share * tail).sketch(tail) for pair in pairs]
     shape = len(sketches), max(len(sketch.loss) for sketch in sketches)
     log_mass, loss = np.full(shape, -np.inf), np.zeros(shape)
@@ -399,7 +399,7 @@ def _aim_at_epsilon(pairs: Pairs, epsilon: float, direction: Direction) -> _Aim:
 
 
 def _chernoff(k: _Cumulant, epsilon: float, least: float) -> _Aim:
-    """Return the lowest Chernoff bound of log δ(ε) above `least`, and the smallest tilt for it."""
+    """Return the lowest Chernoff bound of log δ(ε), at least `least`, with its smallest tilt."""
     orders = _orders(k)
     bounds = [max(k(w) - w * epsilon - conversion(w), least) for w in orders]
     best = int(np.argmin(bounds))
@@ -435,7 +435,7 @@ def _resolved(
 
 
 def _window(k: _Cumulant, aim: _Aim, tilt: float, certainty: float) -> FftWindow:
-    """Return the window under this tilt, with its whole width as its step."""
+    """Return the window under this tilt; its step is its whole width."""
     at, spread = k(tilt), k.stddev(tilt)
     depth = certainty - min(0.0, aim.log_delta + tilt * aim.epsilon - at)
     etas = [float(u) / spread for u in np.geomspace(1e-3, 1e2, 17)]
@@ -445,7 +445,7 @@ def _window(k: _Cumulant, aim: _Aim, tilt: float, certainty: float) -> FftWindow
 
 
 def _step(k: _Cumulant, aim: _Aim, precision: float) -> float:
-    """Return about the largest step whose cost to the upper bound is within the tolerance.
+    """Return roughly the largest step whose cost to the upper bound is within the tolerance.
 
     A loss at the distance u from a lattice point is spread to its neighbours, which adds the
     variance u·(h − u), h²/6 on average, or u·h near the centre, which is a lattice point. A
@@ -471,7 +471,7 @@ def _step(k: _Cumulant, aim: _Aim, precision: float) -> float:
 
 
 def _orders(k: _Cumulant) -> list[float]:
-    """Return tilts up to far above the best for a normal loss, from where no loss matters on."""
+    """Return tilts from where no loss matters to far above the best tilt for a normal loss."""
     normal = 5.0 / k.stddev(0.0)
     low = min(math.exp(-6.0) * normal, 0.05 / k.largest)
     high = math.exp(6.0) * normal
