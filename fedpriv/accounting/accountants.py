@@ -7,8 +7,8 @@ one, subclass `Accountant`, list it in `ACCOUNTANTS`, and inherit the conformanc
 events from above and from below. The tightest interval of pairs comes from
 
 * one Gaussian in closed form, if every user takes part in every round;
-* an integral along a contour for rounds that are Poisson samples of users, of which one is added,
-  removed or replaced, or of up to 24 examples of each, with some eight digits;
+* an integral along a contour, with some eight digits, for rounds on Poisson samples of users, when
+  one is added, removed or replaced, or of up to 24 examples per user;
 * the composition of privacy losses by FFT (`pld`), with three digits, for other kinds of events and
   whenever the contour refuses.
 

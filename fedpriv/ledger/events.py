@@ -451,7 +451,7 @@ class RoundEvent:
         limit = f"it must have from 1 to the {schedule.rounds} of the schedule's rounds"
         require(1 <= len(strategy) <= schedule.rounds, f"{problem}; {limit}")
         b, banded = schedule.separation, policy is SamplingPolicy.BANDED_POISSON
-        limit = f"with {policy} sampling it must have at most as many as groups, {b}"
+        limit = f"with {policy} sampling it must have at most one per group, {b}"
         require(len(strategy) <= b or not banded, f"{problem}; {limit}")
         limit = "its first coefficient must be positive and all must be finite"
         valid = strategy[0] > 0.0 and all(map(math.isfinite, strategy))

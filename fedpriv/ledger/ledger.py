@@ -721,7 +721,7 @@ def _check_readable(row: ChargedRow, book: SeriesBook) -> None:
 
 
 def _row(fields: dict[str, Any], book: SeriesBook) -> ChargedRow:
-    """Build a charge from JSON fields; raises whatever its constructors raise."""
+    """Build a charge from JSON fields; raises the errors of its constructors."""
     series, part = fields.pop("series", None), fields.pop("part", 0)
     event = _event(fields) if series is None else book.event_of(series)
     randomness = Randomness(fields.pop("randomness"))

@@ -189,7 +189,7 @@ def _valid(partials: Iterable[PartialSum], clipping: Clipping, users: int) -> It
 
 @dataclass(frozen=True)
 class _Terms:
-    """How an attempt is charged, as in `ProposedCharge`; known before its cohort is drawn."""
+    """Terms of an attempt's charge, as in `ProposedCharge`; known before its cohort is drawn."""
 
     event: RoundEvent
     randomness: Randomness
@@ -486,7 +486,7 @@ def secure_round(
     """Run a round whose nodes draw their users and add the noise; None: the attempt is void.
 
     Sensitivity is that of `GaussianQuery.noised_average`. The noise is the sum of the nodes'
-    rounded shares, of which honest nodes contribute at least n − t − d: `fedpriv.secure_sums`.
+    rounded shares; honest nodes contribute at least n − t − d of them: `fedpriv.secure_sums`.
 
     Guarantees:
 

@@ -154,7 +154,7 @@ def compare(
     * task: model and loss, or a function from a seed to them.
     * mechanism: calibrated; mechanisms of arms must have the same (ε, δ).
     * arms: by name, the arguments among task, mechanism, local and server that an arm replaces.
-      Without a server all arms have the default for `mechanism`, whatever their norms.
+      Without a server all arms have the default for `mechanism`, for any norms of their own.
     * seeds: the seeds, or their number, counted from 0.
     * baseline: the arm to compare with; by default the first.
     * accuracies: levels; the first round in which an arm reached each is reported.

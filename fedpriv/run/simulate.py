@@ -216,7 +216,7 @@ def _signal_to_noise(
 ) -> dict[str, float]:
     """Return the ratio of the norm of summed clipped updates to their noise's RMS norm, by layer.
 
-    Both are in the model's units, whatever the clipping; `total` [D] counts steps.
+    Both are in the model's units for any kind of clipping; `total` [D] counts steps.
     """
     norms = tuple(group.clipping_norm for group in request.clipping.groups[: len(plan.groups)])
     mechanism = plan.mechanism_at(norms)

@@ -305,7 +305,7 @@ def _privacy_rows(
         cost = f"({epsilon_up(run.epsilon)}, {privacy.delta}), a projection"
         rows = [
             (f"{level} as if N = {larger.population:,}", cost),
-            (f"of the {plan.sampling.population:,} who are there", rows[0][1]),
+            (f"for the {plan.sampling.population:,} enrolled", rows[0][1]),
         ]
     early = run.epsilon > loss.epsilon and run.stop is Stop.TOO_FEW
     if early:
@@ -313,7 +313,7 @@ def _privacy_rows(
         rows.append(("all charges of the ledger", cost))
     if len(run_charges) < len(charges):
         loss_of_run = epsilon_of(paid_events(run_charges), privacy.delta, privacy.accountant)
-        rows.append(("of which this run alone", epsilon_up(loss_of_run.epsilon)))
+        rows.append(("this run alone", epsilon_up(loss_of_run.epsilon)))
     if users := protected(charges):
         rows.append(("for users", users))
     if paid_events(run_charges):

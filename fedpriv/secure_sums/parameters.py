@@ -103,7 +103,7 @@ def share_stddev(stddev_steps: float, nodes: int, secure: SecureSum) -> float:
     """Return s, the standard deviation of a node's noise in steps: σ/√(n − t − d), rounded up.
 
     The shares of the honest nodes in every total have at least the variance σ² of the event. Raises
-    InvalidValueError if s is below 2^10, for which δ′ is not negligible by proof.
+    InvalidValueError if s is below 2^10, since δ′ is then not proved to be negligible.
     """
     sharing = secure.sharing(nodes)
     minimum = LEAST_SHARE * math.sqrt(sharing)  # as the event checks it

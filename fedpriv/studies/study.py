@@ -247,7 +247,7 @@ def _inline(value: object) -> str:
 
 
 def study_toml(study: Study, folder: Path) -> str:
-    """Return a study as TOML for a file in a folder; `load_study` restores it from there."""
+    """Return a study as TOML for a file in a folder; `load_study` restores it."""
     return tomli_w.dumps(study.model_dump() | {"base": for_folder(folder, study.base)})
 
 

@@ -39,7 +39,7 @@ _NODES = 128  # nodes of one matrix product: too few for any BLAS library to sta
 _TAPER = 16
 _SHARE = 0.75  # of the best shift of a path: nearly as good for small t, better for rare losses
 _TRUSTED = 0.9  # share of a decay that counts; the rest covers the error of its quadrature
-_INTERVALS = 96  # of a window, in each of which a density's peak is bounded
+_INTERVALS = 96  # parts of a window; a density's peak is bounded in each
 
 
 class View(NamedTuple):

@@ -226,7 +226,7 @@ def _plan(
     least = math.floor(_END * math.log2(6.0 / spread))
 
     def suffices(end: int) -> bool:
-        """Return whether the integral beyond this end is negligible, as for all later ends then."""
+        """Return whether the integral beyond this end, and so beyond later ones, is negligible."""
         stop = 2.0 ** ((least + end) / _END)
         decay_needed = scale - math.log(math.pi * stop) + certainty
         return rounds.sum(_decay(*place, c, stop)) >= decay_needed
