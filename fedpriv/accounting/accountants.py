@@ -127,8 +127,8 @@ def _separated(events: Sequence[RoundEvent]) -> PairBounds:
 def _allocated(events: Sequence[RoundEvent]) -> PairBounds:
     """Return exact bounds for 1 or n participations, and an interval for others.
 
-    The lower bound is a `SubsetPair` or, for many participations, the sum of all rounds. The same
-    holds for more than two with little noise, since a `SubsetPair` may then drop all of its bins.
+    The lower bound is a `SubsetPair`, or the sum of all rounds for many participations, or for more
+    than two with little noise, since a `SubsetPair` may then drop all of its bins.
     """
     schedule = cast(Schedule, events[0].sampling.schedule)
     n, k = schedule.rounds, schedule.participations

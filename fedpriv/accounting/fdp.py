@@ -66,15 +66,15 @@ def trade_off(events: Iterable[RoundEvent], accountant: str = "tight") -> TradeO
     >>> bool(f.power(0.05) < 0.09)
     True
     """
-    pricing, merged = accountant_named(accountant), merge_equal(events)
-    loss = pricing.epsilon(merged, _LEAST_DELTA)
+    pricing, distinct = accountant_named(accountant), merge_equal(events)
+    loss = pricing.epsilon(distinct, _LEAST_DELTA)
     largest = loss.epsilon if math.isfinite(loss.epsilon) else 0.0
     epsilons = sorted({float(x) for x in np.linspace(0.0, largest, _PAIRS)})
-    deltas = pricing.deltas(merged, epsilons, _PLANNED).tolist()
+    deltas = pricing.deltas(distinct, epsilons, _PLANNED).tolist()
     pairs = tuple(zip(epsilons, deltas, strict=True))
     mu = None
     with suppress(UnsupportedEventError):
-        rounds = gaussian_rounds(merged, "gdp")
+        rounds = gaussian_rounds(distinct, "gdp")
         if all(q == 1.0 for q, _ in rounds):
             z = unsampled_noise_multiplier(rounds)
             mu = 1.0 / z if z > 0.0 else math.inf

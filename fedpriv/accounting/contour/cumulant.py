@@ -191,7 +191,7 @@ def losses(q: Vector, z: Vector, ends: tuple[Vector, Vector], view: View, nodes:
 
 def _sides(view: View, q: Vector, z: Vector, y: Vector) -> tuple[Side, ...]:
     """Return log A at outputs y [p, n], and at −y if a user is replaced, for q and z [p, 1]."""
-    return tuple(_side(view.examples, q, z, at) for at in ((y, -y) if view.replaced else (y,)))
+    return tuple(_side(view.examples, q, z, x) for x in ((y, -y) if view.replaced else (y,)))
 
 
 def _side(k: int, q: Vector, z: Vector, y: Vector) -> Side:
@@ -243,10 +243,10 @@ def log_likelihood_ratio(log_r: Vector, q: Vector) -> Vector:
     """Return log(1 − q + q·r), with a small relative error for tiny q and for q = 1."""
     rise = q * np.expm1(np.minimum(log_r, 500.0))
     log_ratio = np.log1p(np.maximum(rise, -0.5))
-    far = (rise <= -0.5) | (log_r >= 500.0)
-    if not far.any():
+    is_far = (rise <= -0.5) | (log_r >= 500.0)
+    if not is_far.any():
         return log_ratio
-    return np.where(far, np.logaddexp(log1p(-q), np.log(q) + log_r), log_ratio)
+    return np.where(is_far, np.logaddexp(log1p(-q), np.log(q) + log_r), log_ratio)
 
 
 def window(q: Vector, z: Vector, log_tail: float, view: View) -> tuple[Vector, Vector]:

@@ -134,8 +134,8 @@ def plan_at_epsilon(rounds: DirectedRounds, epsilon: float) -> ContourPlan:
         wide, _ = _log_tails(rounds, log_delta)
         saddle = _saddle(rounds, wide, excess)
         guess = saddle.log_delta + (saddle.epsilon - epsilon) * saddle.c  # to first order
-        before, log_delta = log_delta, min(max(guess, _LEAST_LOG_DELTA), -1e-3)
-        if abs(log_delta - before) < 1.0:
+        previous, log_delta = log_delta, min(max(guess, _LEAST_LOG_DELTA), -1e-3)
+        if abs(log_delta - previous) < 1.0:
             break
     return _cheapest(plan, rounds, log_delta)
 
@@ -156,10 +156,10 @@ def _cheapest(
 ) -> ContourPlan:
     """Return the plan with fewer terms, by the wide or the narrow window."""
     wide, narrow = _log_tails(rounds, log_delta)
-    first = plan(wide)
-    if first.last < _FEW_TERMS or narrow == wide:
-        return first
-    return min(first, plan(narrow), key=lambda p: p.last)
+    wide_plan = plan(wide)
+    if wide_plan.last < _FEW_TERMS or narrow == wide:
+        return wide_plan
+    return min(wide_plan, plan(narrow), key=lambda p: p.last)
 
 
 class _Moments(NamedTuple):
@@ -411,14 +411,14 @@ def _parts(
     low, high = support(survey, (plan.c, plan.further))
     log_mgf = tilt(survey, plan.c).log_mgf
     semiaxes = np.minimum(np.array(HEIGHTS)[:, None], LARGEST_ANGLE * z / settings.view.examples)
-    all_ = DirectedRounds(q, z, np.ones_like(q), settings.view)
-    log_rho, error = log_errors(all_, low, high, plan.c, stop, semiaxes)
+    directed = DirectedRounds(q, z, np.ones_like(q), settings.view)
+    log_rho, error = log_errors(directed, low, high, plan.c, stop, semiaxes)
     required = (error - log_mgf + plan.certainty + math.log(rounds)) / (2 * log_rho)
     best = required.argmin(axis=0), np.arange(len(low))
     if not required[best].max() < _SIZES[-1]:
         return None
     nodes = np.array(_SIZES, np.float64)[np.searchsorted(_SIZES, required[best], side="right")]
-    _, further = log_errors(all_, low, high, plan.further, 0.0, semiaxes[best][None])
+    _, further = log_errors(directed, low, high, plan.further, 0.0, semiaxes[best][None])
     order, parts = np.argsort(nodes, kind="stable"), []
     arrays = (low, high, nodes, log_rho[best], error[best], further[0])
     size = max(1, _PART // settings.view.examples)
@@ -444,16 +444,16 @@ def epsilon_interval(rounds: Rounds, delta: float, views: Views = USERS) -> Ends
 
         The latter is that of Canonne et al. 2020, Proposition 12.
         """
-        if (most := _largest_loss(setting)) <= low:
-            return most
-        rest = delta - setting.number * math.exp(plan.log_tail)
-        if rest <= 0.0:
-            return most
-        renyi = (cumulant_bound(setting, plan) - math.log(rest) - conversion(plan.c)) / plan.c
-        return max(0.0, min(renyi, most))
+        if (largest := _largest_loss(setting)) <= low:
+            return largest
+        remaining = delta - setting.number * math.exp(plan.log_tail)
+        if remaining <= 0.0:
+            return largest
+        renyi = (cumulant_bound(setting, plan) - math.log(remaining) - conversion(plan.c)) / plan.c
+        return max(0.0, min(renyi, largest))
 
-    def plan_of(few: DirectedRounds, up: float) -> ContourPlan:
-        return plan_at_delta(few, log_delta) if up == math.inf else plan_at_epsilon(few, up)
+    def plan_of(groups: DirectedRounds, up: float) -> ContourPlan:
+        return plan_at_delta(groups, log_delta) if up == math.inf else plan_at_epsilon(groups, up)
 
     return _worse(rounds, views, plan_of, partial(_epsilon_ends, delta=delta), ceiling, 1e-9)
 
@@ -478,8 +478,8 @@ def delta_interval(rounds: Rounds, epsilon: float, views: Views = USERS) -> Ends
         low, up = sums.delta_ends(np.array(epsilon))
         return float(low), float(up)
 
-    def plan_of(few: DirectedRounds, _up: float) -> ContourPlan:
-        return plan_at_epsilon(few, epsilon)
+    def plan_of(groups: DirectedRounds, _up: float) -> ContourPlan:
+        return plan_at_epsilon(groups, epsilon)
 
     return _worse(rounds, views, plan_of, ends_of, ceiling, 1e-90)
 
@@ -498,8 +498,8 @@ def deltas_along(
         setting, groups = _directed(rounds, view)
         groups = replace(groups, certainty=groups.certainty + math.log(max(near) / min(near)))
         lows, ups = np.zeros(len(at)), np.where(at < _largest_loss(setting), 1.0, 0.0)
-        own = (plan_at_delta(groups, math.log(delta)) for delta in near)
-        for plan in chain(shared, own):
+        own_plans = (plan_at_delta(groups, math.log(delta)) for delta in near)
+        for plan in chain(shared, own_plans):
             shared = shared or [plan]
             if (sums := contour(setting, plan)) is None:
                 raise ContourUnsuitableError("the contour is too expensive")
@@ -589,8 +589,8 @@ def _epsilon_ends(sums: Contour, delta: float) -> Ends:
         scale = float(sums.log_scale(np.array(epsilon)))
         excess = math.log(value) + scale - math.log(delta)
         left, right = (epsilon, right) if excess > 0.0 else (left, epsilon)
-        before, epsilon = epsilon, max(epsilon + excess * value / slope, 0.0)
-        if abs(epsilon - before) <= 1e-13 * (epsilon + value / slope):
+        previous, epsilon = epsilon, max(epsilon + excess * value / slope, 0.0)
+        if abs(epsilon - previous) <= 1e-13 * (epsilon + value / slope):
             break
         if not left < epsilon < right:
             epsilon = max((left + right) / 2, 0.0)

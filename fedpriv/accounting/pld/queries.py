@@ -79,9 +79,9 @@ def epsilon_interval(pairs: Pairs, delta: float) -> Ends:
         return gaussian.epsilon_interval(delta, z)
     if exposure(pairs) <= delta:
         return 0.0, 0.0
-    width, most = (_WIDTH, _LEAST_WIDTH), _largest_added(pairs)
+    width, largest = (_WIDTH, _LEAST_WIDTH), _largest_added(pairs)
     ends_of = epsilon_below, epsilon_above
-    low, up = _refined(pairs, delta, _aim_at_delta, ends_of, width, _power_of_two, most)
+    low, up = _refined(pairs, delta, _aim_at_delta, ends_of, width, _power_of_two, largest)
     is_wide = max(_FAR * up, _LEAST_WIDTH) < up - low < math.inf
     if low == 0.0 or not is_wide:
         return low, up
@@ -90,7 +90,7 @@ def epsilon_interval(pairs: Pairs, delta: float) -> Ends:
     def aim_at_low(counts: Pairs, _delta: float, direction: Direction) -> _Aim:
         return _aim_at_epsilon(counts, low, direction)
 
-    second = _refined(pairs, delta, aim_at_low, ends_of, width, int, most)
+    second = _refined(pairs, delta, aim_at_low, ends_of, width, int, largest)
     return max(low, second[0]), min(up, second[1])
 
 
@@ -104,8 +104,8 @@ def delta_interval(pairs: Pairs, epsilon: float) -> Ends:
     if z is not None:
         return gaussian.delta_interval(epsilon, z)
     ends_of, width = (delta_below, delta_above), (_DELTA_WIDTH, 0.0)
-    most = 0.0 if epsilon >= _largest_added(pairs) else 1.0
-    low, up = _refined(pairs, epsilon, _aim_at_epsilon, ends_of, width, int, most)
+    largest = 0.0 if epsilon >= _largest_added(pairs) else 1.0
+    low, up = _refined(pairs, epsilon, _aim_at_epsilon, ends_of, width, int, largest)
     return low, min(up, exposure(pairs))
 
 
@@ -122,8 +122,8 @@ def deltas_above(pairs: Pairs, epsilons: Sequence[float], near: Sequence[float])
     plan = tuple((pair, _power_of_two(n)) for pair, n in noisy.items())
     worse = np.zeros(len(epsilons))
     for direction in Direction:
-        most = _largest_added(pairs) if direction is Direction.ADD else math.inf
-        ups = np.where(np.array(epsilons) < most, exposure(pairs), 0.0)
+        largest = _largest_added(pairs) if direction is Direction.ADD else math.inf
+        ups = np.where(np.array(epsilons) < largest, exposure(pairs), 0.0)
         for delta in near if ups.any() else ():
             planned = _planned(plan, delta, _aim_at_delta, direction, 1.0)
             sums = _composed_above(noisy, exposed, *planned, direction)
@@ -170,12 +170,12 @@ def _share(pair: LossPair) -> float:
 
 def _largest_added(pairs: Pairs) -> float:
     """Return an upper bound of the loss of all events when a user is added."""
-    most = 0.0
+    total = 0.0
     for pair, count in pairs.items():
         if not isinstance(pair, PoissonPair) or pair.q == 1.0:
             return math.inf
-        most -= count * pair.examples * math.log1p(-pair.q)
-    return most * (1.0 + 2.0**-30)
+        total -= count * pair.examples * math.log1p(-pair.q)
+    return total * (1.0 + 2.0**-30)
 
 
 def _closed_form(pairs: Pairs) -> float | None:
@@ -213,21 +213,21 @@ def _refined(
     tries, precision = (_TRIES, 1.0) if len(pairs) <= _REFINED else (1, 4.0)
     low, up = dict.fromkeys(Direction, 0.0), {Direction.REMOVE: math.inf, Direction.ADD: most_added}
     for _ in range(tries):
-        last = max(up.values()) - max(low.values())
+        last_gap = max(up.values()) - max(low.values())
         for direction in Direction:
             if up[direction] <= max(low.values()):
                 continue
             if best:
                 window, lattice = _planned(plan_below, at, aim_at, direction, precision)
-                least = [(_at_most_as_bad(pair, lattice, direction), n) for pair, n in best.items()]
-                if parts := [(atoms, n) for atoms, n in least if atoms is not None]:
+                items = [(_at_most_as_bad(pair, lattice, direction), n) for pair, n in best.items()]
+                if parts := [(atoms, n) for atoms, n in items if atoms is not None]:
                     below = ends_of[0](compose_atoms(parts, window), at)
                     low[direction] = max(low[direction], below)
             planned = _planned(plan_above, at, aim_at, direction, precision)
             composition = _composed_above(noisy, exposed, *planned, direction)
             up[direction] = min(up[direction], ends_of[1](composition, at))
         gap, limit = max(up.values()) - max(low.values()), width[0] * max(up.values()) + width[1]
-        if not limit < gap < min(math.inf, _PROGRESS * last):
+        if not limit < gap < min(math.inf, _PROGRESS * last_gap):
             break
         precision *= max(0.4 * limit / gap, _FINEST)
     if not max(low.values()) <= max(up.values()):
@@ -290,11 +290,11 @@ def _few(pairs: Pairs) -> tuple[Pairs, Pairs]:
         for bounds, settings_of in zip((above, below), groups, strict=True):
             for (q, z), count in settings_of.items():
                 pair = kind.at(max(q, _LEAST_PROBABILITY), z)
-                least, largest = _noise_range(pair)
+                smallest, largest = _noise_range(pair)
                 if bounds is above:
                     bounds[pair.at(pair.q, min(z, largest))] += count
                 elif q >= _LEAST_PROBABILITY and z <= largest:
-                    bounds[pair.at(pair.q, max(z, least))] += count
+                    bounds[pair.at(pair.q, max(z, smallest))] += count
     return above, below
 
 
@@ -314,8 +314,8 @@ def _split_by_noise(pairs: Pairs) -> tuple[Pairs, float]:
 def _noise_range(pair: LossPair) -> tuple[float, float]:
     """Return the range of z for computations, relative to the expected number of drawn examples."""
     expected = max(1.0, pair.q * pair.shift if isinstance(pair, GaussianPair) else 1.0)
-    users = isinstance(pair, PoissonPair) and pair.examples == 1
-    least = _LEAST_POISSON_NOISE if users else _LEAST_NOISE
+    of_users = isinstance(pair, PoissonPair) and pair.examples == 1
+    least = _LEAST_POISSON_NOISE if of_users else _LEAST_NOISE
     return least * expected, _MOST_NOISE * expected
 
 
