@@ -503,7 +503,7 @@ def _checked(
         if (sampling.policy, sampling.relation) not in kinds:
             raise UnsupportedEventError(
                 f"the {name} accountant has no analysis of {sampling.policy} sampling with "
-                f"{sampling.relation} neighbours; legal is: {kinds_text(kinds)}"
+                f"{sampling.relation} neighbours; allowed: {kinds_text(kinds)}"
             )
     if name != "rdp" and any(event.selection is not None for event in events):
         raise UnsupportedEventError(

@@ -175,7 +175,7 @@ class SamplingEvent:
         require(is_whole(n), f"population is {n}; it must be a whole number of at least 1")
         if (policy, self.relation) not in ANALYSED:
             problem = f"{policy} sampling with {self.relation} neighbours has no analysis"
-            raise InvalidValueError(f"{problem}; legal is: {kinds_text(ANALYSED)}")
+            raise InvalidValueError(f"{problem}; allowed: {kinds_text(ANALYSED)}")
         self._check_schedule()
         self._check_examples()
         self._check_canaries()
@@ -409,7 +409,7 @@ class RoundEvent:
     The strategy is the first column (c_0, c_1, …) of the lower triangular Toeplitz matrix C that
     correlates noise over the rounds of a series: if X are the sums of its n rounds and Z is fresh
     noise as in `SumQueryEvent`, the release is C⁻¹(C·X + Z). Missing coefficients are 0; within
-    bands there are at most b. (1,) is fresh noise in every round, the only legal strategy of
+    bands there are at most b. (1,) is fresh noise in every round, the only allowed strategy of
     policies outside `WITH_STRATEGY`.
     """
 
@@ -472,7 +472,7 @@ class RoundEvent:
     def _check_selection(self, selection: Selection) -> None:
         kind = self.sampling.policy, self.sampling.relation
         limit = (SamplingPolicy.POISSON, NeighbouringRelation.ADD_OR_REMOVE_ONE)
-        sentence = f"a selection has {kinds_text([kind])}; legal is: {kinds_text([limit])}"
+        sentence = f"a selection has {kinds_text([kind])}; allowed: {kinds_text([limit])}"
         require(kind == limit, sentence)
         trial, z = selection.trials[0], self.noise_multiplier
         matches = self.sampling.sampling_probability == trial.sampling_probability

@@ -87,7 +87,7 @@ def record_path(ledger: Path) -> Path:
 
 
 class ParticipationRecord(InFile):
-    """A SQLite file of cohorts, readable and writable by its owner alone.
+    """A SQLite file of cohorts that only its owner can read and write.
 
     Guarantees:
         * a cohort is durable when `record` returns its commitment;

@@ -259,7 +259,7 @@ class NoiseState:
 
 @dataclass(frozen=True)
 class CorrelatedNoise:
-    """The noise N_t of all rounds of a series for one vector group, a function of keys alone.
+    """The noise N_t of all rounds of a series for one vector group, a function of keys only.
 
     Each round has one key and one sum. If anything about a round may have been released, the round
     must not be repeated, with its own key or another; the series continues with the next round.

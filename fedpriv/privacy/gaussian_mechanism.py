@@ -119,7 +119,7 @@ def rounded_noise(
 ) -> IntegerVector:
     """Return noise K in steps, int64 [D], with the exact law of a rounded normal, by component.
 
-    `key_of` gives a fresh key by the name of a vector group, for this draw alone; `stddevs` are in
+    `key_of` returns a fresh key for a vector group's name, for this draw only; `stddevs` are in
     steps, one for each group.
     """
     stddev_of = dict(zip((group.name for group in clipping.groups), stddevs, strict=True))
@@ -281,7 +281,7 @@ class GaussianQuery:
 
         The latter moves by at most 2·S_g plus rounding. Let ‖A‖ ≤ S·B, and add one user (w·c, w)
         with ‖c‖ ≤ S and w ≤ 1. If B + w ≤ m, it moves by w·c. If B ≥ m, it moves by
-        m·(w·c·B − w·A)/(B·(B + w)), at most 2·S·w·m/(B + w) ≤ 2·S. If m lies between, it moves by
+        m·(w·c·B − w·A)/(B·(B + w)), at most 2·S·w·m/(B + w) ≤ 2·S. If m is between, it moves by
         A·(m/(B + w) − 1) + w·c·m/(B + w), of norm at most S·B·(B + w − m)/(B + w) + S·w ≤
         S·B·w/(B + w) + S·w ≤ 2·S.
         """

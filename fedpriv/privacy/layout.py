@@ -79,7 +79,7 @@ class Layout:
         """
         if set(tensors) != set(self.names):
             names = sorted(set(tensors) ^ set(self.names))
-            raise InvalidValueError(f"tensors {names} are missing or unknown; legal: {self.names}")
+            raise InvalidValueError(f"tensors {names} are missing or unknown; known: {self.names}")
         vector = np.empty(self.dimension)
         for name, view in self.unflatten(vector).items():
             tensor = np.asarray(tensors[name])

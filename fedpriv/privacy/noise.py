@@ -167,7 +167,7 @@ def rounded_gaussian(
 
     * each integer k has exactly the probability Φ((k + ½)/σ) − Φ((k − ½)/σ), at any distance from
       0; with an offset o, it has that of k − o;
-    * the integers depend on key, stddev and offsets alone and are the same on every processor;
+    * the integers depend only on key, stddev and offsets, and are the same on every processor;
     * the first m integers are the same for every count ≥ m and do not depend on the block size.
 
     A normal that the error band leaves undecided costs as much as thousands of others. This affects

@@ -76,7 +76,7 @@ def of_settings(experiment: Experiment) -> Iterator[str]:
     if expected < 1.0 or sampling.population == 1:
         yield (
             f"a cohort has {expected:.2g} {plural(sampling.drawn)} on average; rounds of one "
-            "release its update and noise, rounds of none noise alone, and each is charged"
+            "release its update and noise, rounds of none only noise, and each is charged"
         )
     if budget.delta * enrolled >= 1.0:
         yield (
@@ -113,7 +113,7 @@ def _of_releases(
     """Yield notes on releases, and on figures of held-out rows, at the end of a run."""
     sampling = experiment.plan.sampling
     if counted.far_off:
-        cure = "look for users whose data are NaN or illegal, and for nodes that are absent"
+        cure = "look for users whose data are NaN or invalid, and for nodes that are absent"
         if sampling.drawn is not sampling.unit:
             cure = "give total_examples, by which averages are divided, a better estimate"
         units = plural(sampling.drawn)

@@ -314,7 +314,7 @@ class Run(RunEnd):
     task: Task = field(repr=False)
     state: ServerState = field(repr=False)  # at the end; all of it was released
     ledger: Path  # other runs may have charged it too
-    audit: AuditResult | None  # of its own releases, if it was audited
+    audit: AuditResult | None  # of this run's releases, if it was audited
     # The round of the best model on held-out rows, by accuracy, else by loss, and its state. The
     # model was chosen by these rows, so its figures on other rows are likely to be worse.
     best: RoundResult | None

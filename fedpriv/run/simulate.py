@@ -142,7 +142,7 @@ def simulate(
     config = settings_of(name, population, method, engine, ledger, **numbers, **sections)
     place, source = (Path(path) if path else None for path in (out, start))
     setup = RunSetup.at(config, place, resume=resume, keep_going=keep_going, start=source)
-    if setup.resuming and mechanism.rounds:  # it goes on with the noise that it started with
+    if setup.resuming and mechanism.rounds:  # the run keeps the noise that it started with
         noise_multiplier = setup.config.privacy.noise_multiplier
         mechanism = replace(mechanism, noise_multiplier=noise_multiplier, rounds=None)
     elif (federated_evaluation or start) and mechanism.rounds:

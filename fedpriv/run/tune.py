@@ -239,7 +239,7 @@ def tune_file(
     # With resolved defaults, which a trial's norm would otherwise change.
     table = config.model_dump(exclude_unset=True, exclude_none=True)
     reasons = {
-        "federated_evaluation": "a trial is priced by its rounds alone",
+        "federated_evaluation": "a trial is priced only by its rounds",
         "audit": "a search releases only the best of its trials",
     }
     for name, reason in reasons.items():
@@ -481,7 +481,7 @@ class _Search:
         if not isinstance(plan.sampling, PoissonSampling):
             raise InvalidValueError(
                 f"sampling.policy draws {plan.sampling.event().policy} cohorts; a search on "
-                "users has an analysis for poisson alone"
+                "users has an analysis only for poisson"
             )
         return plan
 

@@ -44,7 +44,7 @@ class ControlVariates:
     """A second vector that users send, as large as the update, and the server's update rule for it.
 
     The server keeps a control variate c of the shape of the model, initially zero, and sends it
-    with each round. A user sends the difference of its own, Δc_i = c_i − c. The server then sets
+    with each round. A user sends its own difference, Δc_i = c_i − c. The server then sets
     c ← c + β·Δc, where Δc is the release: the noised average of the clipped Δc_i.
     """
 
@@ -187,7 +187,7 @@ class Transport(ABC):
 
     * each user of the request is in at most one partial sum, clipped as its vector groups state;
     * a user's contribution is a function of that user's own data, the request and the user's own
-      key, to the last bit: the sum over a cohort is the sum of what each user contributes alone;
+      key, to the last bit: the sum over a cohort is the sum of its users' separate contributions;
     * a user that fails, is late, absent or malformed contributes the zero vector;
     * no action of a user or a node raises here;
     * users outside the request never contribute.

@@ -278,7 +278,7 @@ class Contributors:
             f"{Stop.TOO_FEW}: {self} expected {units} counted in a round, by noised counts; "
             f"the run ended after {done} of {rounds} rounds, and the rest of its budget is not "
             "spent; look for a common cause, such as NaN, labels that are not classes of the "
-            "model or absent nodes, or go on with --keep-going (in Python keep_going=True)"
+            "model or absent nodes, or continue with --keep-going (in Python keep_going=True)"
         )
 
 

@@ -65,7 +65,7 @@ ONE_OF_EACH = (
 def test_a_pair_without_analysis_cannot_be_constructed(
     policy: SamplingPolicy, relation: NeighbouringRelation
 ) -> None:
-    sentence = f"{policy} sampling with {relation} neighbours has no analysis; legal is: poisson wi"
+    sentence = f"{policy} sampling with {relation} neighbours has no analysis; allowed: poisson wi"
     with pytest.raises(InvalidValueError, match=sentence):
         SamplingEvent(policy, 1.0, 10, relation, Schedule(1))
 
