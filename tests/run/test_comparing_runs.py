@@ -175,7 +175,7 @@ def test_a_run_on_other_files_of_the_same_names_does_not_stand(tmp_path: Path) -
         (out / cell.path / RESULT).write_text(results_text([result(study, cell, out)]))
     (out / "study.toml").write_text(study_toml(study, out))
     run_study(file, out, 1)  # no run is missing
-    with pytest.raises(DataError, match="holds a run of other settings"):
+    with pytest.raises(DataError, match="holds a run with settings that differ"):
         run_study(of_site("b"), out, 1)
     assert load_study(out / "study.toml") == study
 
