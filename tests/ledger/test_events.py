@@ -322,7 +322,7 @@ class TestStrategies:
 
     def test_within_bands_are_no_longer_than_the_groups_are_many(self):
         sentence = "has 3 coefficients; with poisson-within-bands sampling it must have at most one"
-        with pytest.raises(InvalidValueError, match=f"{sentence} many as groups, 2"):
+        with pytest.raises(InvalidValueError, match=f"{sentence} per group, 2"):
             replace(BANDED, strategy=(1.0, 0.5, 0.25))
 
     @pytest.mark.parametrize(

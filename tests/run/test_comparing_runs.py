@@ -228,7 +228,7 @@ def test_arms_for_other_neighbours_are_refused(tmp_path: Path, policy: str, opti
     other = [f"sampling.policy={policy}", f"sampling.options={options}"]
     axes = {"policy": {"coins": [f"{q}=0.5"], "other": other}}
     study = load_study(study_file(tmp_path, axes=axes, base=BASE | {"privacy": privacy}))
-    sentence = "arms 'coins' and 'other' are for add-or-remove-one and replace-one neighbours; an ε"
+    sentence = "arms 'coins' and 'other' are for add-or-remove-one and replace-one neighbours"
     with pytest.raises(InvalidValueError, match=sentence):
         calibrated(study)
 
