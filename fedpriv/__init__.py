@@ -8,7 +8,7 @@
     run.epsilon, run.delta, run.accuracy, run.rounds, run.model, run.to_pandas(), run.report()
 
 `simulate`, `compare` and `tune` run experiments, and `load_model` loads what they released; the
-other names are values that they take or return. Names load on first use: importing fedpriv loads
+other names are values that these take or return. Names load on first use: importing fedpriv loads
 neither torch nor numpy.
 """
 
@@ -97,7 +97,7 @@ def __getattr__(name: str) -> object:
 @cache
 def _modules() -> dict[str, str]:
     """Return the module of each name, as the imports under TYPE_CHECKING state it."""
-    import ast  # noqa: PLC0415 - the two take longer than the rest of this module
+    import ast  # noqa: PLC0415 - these two take longer than the rest of this module
     import inspect  # noqa: PLC0415
 
     tree = ast.parse(inspect.getsource(sys.modules[__name__]))

@@ -31,27 +31,27 @@ from fedpriv.support.disk import lacks_room, write_new
 from fedpriv.support.logs import one_line
 
 
-def _option(text: str, *names: str, default: str | None = None, **more: Any) -> Any:
-    return typer.Option(*names, help=text, show_default=default or True, **more)
+def _option(text: str, *names: str, default: str | None = None, **settings: Any) -> Any:
+    return typer.Option(*names, help=text, show_default=default or True, **settings)
 
 
-def _file_of(context: typer.Context, given: Path) -> Path:
-    """Return the experiment's file; wrong settings are refused before a command imports torch."""
+def _file_of(context: typer.Context, name: Path) -> Path:
+    """Return the experiment's file; invalid settings are refused before a command imports torch."""
     from fedpriv.experiment.config import load_config
 
-    # Options that were given are read before arguments.
-    load_config(file := experiment_file(given), context.params.get("assignments") or [])
+    # Options are read before arguments.
+    load_config(file := experiment_file(name), context.params.get("assignments") or [])
     return file
 
 
-def _ledger_of(given: Path) -> Path:
+def _ledger_of(path: Path) -> Path:
     """Return the path of a ledger, given as a file or as the folder of a run.
 
     The ledger of a run is in its folder, unless the run shares the ledger with other runs.
     """
-    inside, plan = given / "ledger.sqlite", given / "plan.toml"
+    inside, plan = path / "ledger.sqlite", path / "plan.toml"
     if inside.is_file() or not plan.is_file():
-        return inside if inside.is_file() else given
+        return inside if inside.is_file() else path
     from fedpriv.experiment.config import load_config
 
     shared = load_config(plan).privacy.ledger
@@ -69,8 +69,8 @@ Assignments = Annotated[
     list[str] | None, _option("replace a key, e.g. clipping.norm=0.3; may be repeated", "--set")
 ]
 OutFolder = Annotated[Path | None, _option("folder of the run", "--out", default="runs/NAME-…")]
-Resume = Annotated[bool, _option("go on with the run in --out, or start it there", "--resume")]
-KeepGoing = Annotated[bool, _option("go on though too few users count", "--keep-going")]
+Resume = Annotated[bool, _option("continue the run in --out, or start it there", "--resume")]
+KeepGoing = Annotated[bool, _option("continue even if too few users count", "--keep-going")]
 AsJson = Annotated[bool, _option("print one JSON object", "--json")]
 LedgerPath = Annotated[
     Path,
@@ -84,7 +84,7 @@ Delta = Annotated[float | None, _option("δ", default="largest power of ten belo
 app = typer.Typer(
     help="Federated learning with user-level differential privacy that can be checked.",
     no_args_is_help=True,
-    suggest_commands=False,  # its parser does, too
+    suggest_commands=False,  # its parser does so too
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
@@ -101,8 +101,8 @@ _INTERRUPTED = 130
 _CONTINUE = {"simulate": "--resume", "serve": "--resume", "compare": "the same command"}
 
 
-def _print_version(asked: bool) -> None:  # noqa: FBT001
-    if asked:
+def _print_version(requested: bool) -> None:  # noqa: FBT001
+    if requested:
         typer.echo(f"fedpriv {__version__}")
         raise typer.Exit
 
@@ -120,7 +120,7 @@ def _everywhere(
 @ledger_app.command()
 def show(
     ledger: LedgerPath,
-    last: Annotated[int | None, _option("only the last so many rows", min=1)] = None,
+    last: Annotated[int | None, _option("print only this many last rows", min=1)] = None,
 ) -> None:
     """Print the charges of a ledger."""
     from fedpriv.report import tables
@@ -134,7 +134,7 @@ def verify(
     participation: Annotated[Path | None, _option("record of cohorts to check as well")] = None,
     head: Annotated[str | None, _option("COUNT:HASH, a head that this ledger once had")] = None,
 ) -> None:
-    """Check the hash chain of a ledger; exit code 2 and the first bad row if it is broken."""
+    """Check the hash chain of a ledger; if it is broken, name the first bad row, exit code 2."""
     from fedpriv.report import tables
 
     tables.print_verification(ledger, participation, head)
@@ -149,7 +149,7 @@ def export(
         _option("charges that anyone can check, or Python that computes ε", "--as"),
     ] = "json-lines",
 ) -> None:
-    """Write a ledger for other programs; it does not tell who took part."""
+    """Write a ledger for other programs; it does not reveal who took part."""
     from fedpriv.ledger.ledger import Ledger
 
     if form == "dp-accounting":
@@ -171,7 +171,7 @@ def backup(
     ledger: LedgerPath,
     to: Annotated[Path, typer.Argument(help="the file to write; it must not exist")],
 ) -> None:
-    """Copy a ledger, even while it is in use, and the secret record next to it of who took part."""
+    """Copy a ledger, even while it is in use, and its secret record of who took part."""
     from fedpriv.run.backup import back_up
 
     head = back_up(ledger, to)
@@ -182,16 +182,14 @@ def backup(
 def restore(
     backup: Annotated[Path, typer.Argument(help="the ledger file of the backup")],
     ledger: Annotated[Path, typer.Argument(help="the ledger file to put in its place")],
-    older: Annotated[
-        bool, _option("even if charges are lost, which are then printed", "--older")
-    ] = False,
+    older: Annotated[bool, _option("even if charges are lost; prints them", "--older")] = False,
 ) -> None:
     """Replace a ledger and the record next to it by a backup; stop runs first."""
     from fedpriv.run.backup import restore as put_back
 
-    head, missing = put_back(backup, ledger, older=older)
+    head, charges = put_back(backup, ledger, older=older)
     typer.echo(f"{ledger} holds {head.count} charges; head {head.count}:{head.hash}")
-    for charge in missing:
+    for charge in charges:
         typer.echo(f"it lacks {charge}")
 
 
@@ -201,9 +199,9 @@ def compare(
     out: Annotated[Path | None, _option("folder of the study", default="studies/NAME")] = None,
     workers: Annotated[int | None, _option("runs at once", min=1, default="cores")] = None,
 ) -> None:
-    """Run an experiment under several settings that all cost the same ε, and compare them.
+    """Run an experiment under several settings at the same ε, and compare them.
 
-    Runs that have finished in the folder do not run again.
+    Finished runs in the folder do not run again.
     """
     from fedpriv.run.compare import run_study
 
@@ -223,13 +221,13 @@ def report(
     ] = None,
     as_json: Annotated[bool, _option("print one JSON object; no page", "--json")] = False,
 ) -> None:
-    """Write one HTML page of a run or a study, which opens offline; ledgers are verified first."""
+    """Verify ledgers, and write one HTML page of a run or a study, which opens offline."""
     from fedpriv.run.folder import draw, summary_json, write_charts, write_report
 
-    folder, several = folders[0], len(folders) > 1
-    if several and charts is None:
-        found = f"{len(folders)} folders are given"
-        raise InvalidValueError(f"{found}; a page is of one, and --charts draws several runs")
+    folder, is_several = folders[0], len(folders) > 1
+    if is_several and charts is None:
+        problem = f"{len(folders)} folders are given"
+        raise InvalidValueError(f"{problem}; a page shows one, and --charts draws several runs")
     if as_json:
         if out or show or charts:
             raise InvalidValueError("--json writes no page; leave out --out, --open and --charts")
@@ -240,7 +238,7 @@ def report(
         return
     if out or show:
         raise InvalidValueError("--charts writes no page; leave out --out and --open")
-    for file in draw(folders, charts) if several else write_charts(folder, charts):
+    for file in draw(folders, charts) if is_several else write_charts(folder, charts):
         typer.echo(file)
 
 
@@ -256,7 +254,7 @@ def export_model(
         _option("new file or folder", "--out", "-o", default="model.pt, model.onnx or model/"),
     ] = None,
 ) -> None:
-    """Write the model that a run released for another library."""
+    """Write a released model for another library."""
     from fedpriv.run.export import export_model as write
 
     typer.echo(write(folder, to, out))
@@ -280,19 +278,19 @@ def simulate(
     Exit code 3: the audit of the run refutes its ledger. Exit code 4: the run ended because too few
     users count.
     """
-    given = file, assignments or [], out
+    arguments = file, assignments or [], out
     if engine == "flower":
         if start is not None:
             raise InvalidValueError("--from is given with --engine flower; it is for in-process")
         (simulate_on_ray,) = entry_points(group="fedpriv.engines", name="ray")
         on_ray = simulate_on_ray.load()
-        on_ray(*given, workers or 2, resume=resume, keep_going=keep_going).check()
+        on_ray(*arguments, workers or 2, resume=resume, keep_going=keep_going).check()
         return
     if workers is not None:
         raise InvalidValueError(f"--workers is {workers}; only --engine flower has workers")
     from fedpriv.run.simulate import run_simulation
 
-    run_simulation(*given, resume=resume, keep_going=keep_going, start=start).check()
+    run_simulation(*arguments, resume=resume, keep_going=keep_going, start=start).check()
 
 
 @app.command(rich_help_panel=_TRAIN)
@@ -339,11 +337,11 @@ def epsilon(
     from fedpriv.accounting import pricing
     from fedpriv.report import tables
 
-    spent = pricing.price(ledgers, delta, target, accountant)
+    spending = pricing.price(ledgers, delta, target, accountant)
     if as_json:
-        typer.echo(tables.spending_json(spent))
+        typer.echo(tables.spending_json(spending))
     else:
-        tables.print_spending(spent)
+        tables.print_spending(spending)
 
 
 @app.command(rich_help_panel=_PRICE)
@@ -367,36 +365,35 @@ def calibrate(
 ) -> None:
     """Compute the noise, the rounds or the sampling for (ε, δ), given the other two.
 
-    With --advantage, the budget limits how much better than by guessing anyone can tell who took
-    part.
+    With --advantage, the budget limits how much better than guessing anyone can tell who took part.
     """
     if (epsilon is None) == (advantage is None):
-        given = "absent" if epsilon is None else f"--epsilon {epsilon} and --advantage {advantage}"
-        raise InvalidValueError(f"the budget is {given}; it must be --epsilon or --advantage")
+        budget = "absent" if epsilon is None else f"--epsilon {epsilon} and --advantage {advantage}"
+        raise InvalidValueError(f"the budget is {budget}; it must be --epsilon or --advantage")
     from fedpriv.accounting.calibration import plan_within
     from fedpriv.accounting.risks import plan_of_advantage
     from fedpriv.ledger.events import NeighbouringRelation, SamplingPolicy
     from fedpriv.report import tables
 
-    other = "replace-one" if policy == "fixed-size" else "add-or-remove-one"
-    find = partial(
+    default_relation = "replace-one" if policy == "fixed-size" else "add-or-remove-one"
+    plan_of_budget = partial(
         plan_within,
         rounds=rounds,
         sampling_probability=sampling_probability,
         noise_multiplier=noise_multiplier,
         policy=SamplingPolicy(policy),
-        relation=NeighbouringRelation(relation or other),
+        relation=NeighbouringRelation(relation or default_relation),
         population=population,
         accountant=accountant,
     )
     if advantage is None:
-        found = find(cast(float, epsilon), delta)
+        plan = plan_of_budget(cast(float, epsilon), delta)
     else:
-        found = plan_of_advantage(advantage, delta, find, accountant)
+        plan = plan_of_advantage(advantage, delta, plan_of_budget, accountant)
     if as_json:
-        typer.echo(tables.plan_json(found, advantage))
+        typer.echo(tables.plan_json(plan, advantage))
     else:
-        tables.print_plan(found, advantage)
+        tables.print_plan(plan, advantage)
 
 
 @app.command(rich_help_panel=_PRICE)
@@ -413,22 +410,22 @@ def price(
     noise_cohort: Annotated[
         int | None, _option("users of the round that the noise is for", default="--cohort")
     ] = None,
-    enrolled: Annotated[int | None, _option("users who are there", default="N")] = None,
+    enrolled: Annotated[int | None, _option("users who are enrolled", default="N")] = None,
     sampling: Annotated[
         Literal["poisson", "fixed-size", "unknown"] | None,
         _option("how cohorts are drawn", default="unknown; fixed-size with --pfl"),
     ] = None,
-    claimed_epsilon: Annotated[float | None, _option("ε that is claimed")] = None,
+    claimed_epsilon: Annotated[float | None, _option("claimed ε")] = None,
     pfl: Annotated[Path | None, _option("YAML of a benchmark of pfl")] = None,
     write: Annotated[Path | None, _option("new experiment with these settings")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Price the settings of another tool exactly, and say which claims about them hold."""
-    options = locals()  # most are named as the fields of a setting
+    """Price the settings of another tool exactly, and check its claims."""
+    options = locals()  # most are named like the fields of a setting
     from fedpriv.run.price import ForeignSetting, price_setting
 
-    given = {name: options[name] for name in ForeignSetting.__dataclass_fields__}
-    price_setting(ForeignSetting.stated(pfl, noise_stddev, given), write, as_json=as_json)
+    fields = {name: options[name] for name in ForeignSetting.__dataclass_fields__}
+    price_setting(ForeignSetting.stated(pfl, noise_stddev, fields), write, as_json=as_json)
 
 
 @app.command(rich_help_panel=_PRICE)
@@ -453,12 +450,12 @@ def main() -> None:
     for a run whose audit refutes its ledger, and 4 for a run that ended because too few users
     count.
     """
-    # Models and populations named package.module:function may lie in the working folder.
+    # Models and populations named package.module:function may be in the working folder.
     with suppress(FileNotFoundError):  # it may have been removed
         sys.path.append(str(Path.cwd()))
-    for before, given in pairwise(sys.argv):
-        if not given or re.fullmatch("--[a-z-]+=", given):  # "" would be the working folder
-            _refuse(f"{given.rstrip('=') or before} has an empty value; it must have some")
+    for option, argument in pairwise(sys.argv):
+        if not argument or re.fullmatch("--[a-z-]+=", argument):  # "" would be the working folder
+            _refuse(f"{argument.rstrip('=') or option} has an empty value; it must not be empty")
     try:
         code = app(prog_name="fedpriv", standalone_mode=False)
     except _UsageError as error:
@@ -468,8 +465,8 @@ def main() -> None:
     except MemoryError as error:
         _refuse(f"there is too little memory. {error}", 1)
     if code == _INTERRUPTED:
-        how = _CONTINUE.get("".join(sys.argv[1:2]))
-        typer.echo(f"interrupted; continue with {how}" if how else "interrupted", err=True)
+        command = _CONTINUE.get("".join(sys.argv[1:2]))
+        typer.echo(f"interrupted; continue with {command}" if command else "interrupted", err=True)
     sys.exit(code)
 
 
@@ -480,6 +477,6 @@ def _exit_code(error: FedprivError | OSError) -> int:
 
 
 def _refuse(sentence: str, code: int = 2) -> NoReturn:
-    if sentence:  # there is none where a command is missing and help was printed
+    if sentence:  # empty if a command is missing and help was printed
         typer.echo(f"error: {one_line(' '.join(sentence.split()))}", err=True)
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""Errors that fedpriv raises on purpose; each message states the problem and the legal values."""
+"""Errors that fedpriv raises on purpose; messages state the problem and the allowed values."""
 
 import difflib
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ class FedprivError(Exception):
 
 
 class InvalidValueError(FedprivError, ValueError):
-    """A setting is outside its legal range."""
+    """A setting is outside its allowed range."""
 
 
 class DataError(FedprivError):
@@ -19,11 +19,11 @@ class DataError(FedprivError):
 
 
 class ModelError(FedprivError):
-    """A model cannot be trained for users separately."""
+    """A model cannot be trained separately for each user."""
 
 
 class UnsupportedEventError(FedprivError):
-    """An accountant has no analysis of an event; it must not yield an ε."""
+    """An accountant has no analysis of an event, so it must not return an ε."""
 
 
 class BudgetExceededError(FedprivError):
@@ -31,7 +31,7 @@ class BudgetExceededError(FedprivError):
 
 
 class LedgerError(FedprivError):
-    """A ledger cannot be opened, extended or believed."""
+    """A ledger cannot be opened, extended or trusted."""
 
 
 class UntrustedLedgerError(FedprivError):
@@ -51,7 +51,7 @@ class CheckpointError(FedprivError):
 
 
 class WireError(FedprivError):
-    """A message from another machine is malformed, too large or against the agreed terms."""
+    """A message from another machine is malformed, too large or violates the agreed terms."""
 
 
 class UnreachableError(FedprivError):
@@ -88,12 +88,12 @@ def known_names(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     if len(names) > _MOST_NAMES:
-        return hint.strip() or f"none of {len(names)} known names is like it"
+        return hint.strip() or f"none of {len(names)} known names is similar"
     return f"{hint}known names: {', '.join(names)}" if names else "there is none"
 
 
 def sentence_of(error: FedprivError | OSError) -> str:
-    """Return the message of an error for the user of the command line."""
+    """Return the message of an error for users of the command line."""
     if isinstance(error, OSError):
         return f"{error.filename or 'a file'} cannot be used: {error.strerror or error}"
     return str(error)

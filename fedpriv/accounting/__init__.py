@@ -1,4 +1,4 @@
-"""Accountants: the cost of events as ε at a δ. Reads events of the ledger, knows no mechanism.
+"""Accountants: the cost of events as ε at a δ. They read events and know no mechanism.
 
 >>> from fedpriv.accounting import epsilon, poisson_gaussian
 >>> spent = epsilon([poisson_gaussian(q=0.01, noise_multiplier=4.0, count=10_000)], delta=1e-5)
@@ -9,13 +9,13 @@
 closed form (`gaussian`), along a contour (`contour`) or by FFT (`pld`), from the pairs that
 docs/accounting.md lists by policy; `round_counts` counts rounds by setting. Moments (`rdp`)
 and the CLT (in `gaussian`) are for comparison. `policies` makes events, `factorisation` finds
-strategies of correlated noise, `fdp` bounds the power of tests on releases, `calibration` turns a
-budget into a setting, `pricing` prices ledgers.
+strategies for correlated noise, `fdp` bounds the power of tests on releases, `calibration` turns a
+budget into a setting, and `pricing` prices ledgers.
 
 A **setting** is (q, z), where z is the noise per sensitivity. A **pair** is (P, Q), two
 distributions that dominate an event on two neighbours. A **loss** is log(dP/dQ), and its **tilt** a
 weight e^{cL}. An **interval** has two ends, with the truth between them. docs/accounting.md says
-which parts of an interval are proved, and which are margins that tests support.
+which parts of an interval are proved, and which are margins supported by tests.
 """
 
 from fedpriv.accounting.accountants import (

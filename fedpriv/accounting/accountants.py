@@ -7,8 +7,8 @@ one, subclass `Accountant`, list it in `ACCOUNTANTS`, and inherit the conformanc
 events from above and from below. The tightest interval of pairs comes from
 
 * one Gaussian in closed form, if every user takes part in every round;
-* an integral along a contour for rounds that are Poisson samples of users, of which one is added,
-  removed or replaced, or of up to 24 examples of each, with some eight digits;
+* an integral along a contour, with some eight digits, for rounds on Poisson samples of users, when
+  one is added, removed or replaced, or of up to 24 examples per user;
 * the composition of privacy losses by FFT (`pld`), with three digits, for other kinds of events and
   whenever the contour refuses.
 
@@ -77,15 +77,15 @@ _WIDE = 0.1  # relative width from which looser bounds are tried
 
 @dataclass(frozen=True)
 class PairBounds:
-    """Pairs whose composition costs at least as much as events, and pairs that cost at most so."""
+    """Pairs whose composition costs at least as much as events, and others that cost no more."""
 
     above: Pairs  # they dominate the events together, even if these are chosen adaptively
     below: Pairs  # the events dominate them; equal to `above` if the bounds are exact
-    complete: bool = True  # whether `below` bounds every event, so that both ends are an interval
+    complete: bool = True  # True if `below` bounds every event, so that both ends are an interval
 
 
 def bounds_of(events: Iterable[RoundEvent]) -> PairBounds:
-    """Return bounds of all events together, of kinds in `ANALYSES`; the order does not matter."""
+    """Return bounds of all events together, whose kinds are in `ANALYSES`, in any order."""
     alike: dict[tuple[EventKind, int | None, Schedule | None], list[RoundEvent]] = {}
     for event in events:
         draw = event.sampling
@@ -127,8 +127,8 @@ def _separated(events: Sequence[RoundEvent]) -> PairBounds:
 def _allocated(events: Sequence[RoundEvent]) -> PairBounds:
     """Return exact bounds for 1 or n participations, and an interval for others.
 
-    From below, there is a `SubsetPair`, or the sum of all rounds for many participations, or for
-    more than two with little noise, when a `SubsetPair` may have to drop all of its bins.
+    The lower bound is a `SubsetPair`, or the sum of all rounds for many participations, or for more
+    than two with little noise, since a `SubsetPair` may then drop all of its bins.
     """
     schedule = cast(Schedule, events[0].sampling.schedule)
     n, k = schedule.rounds, schedule.participations
@@ -137,8 +137,8 @@ def _allocated(events: Sequence[RoundEvent]) -> PairBounds:
         pairs = {pair: m * count for pair, m in allocation_pairs(n, k, z).items()}
         above.update(pairs)
         is_small = k <= min(MOST_PARTICIPATIONS, max(2, 800.0 * z * z))
-        some = SubsetPair(n, k, z) if is_small else PoissonPair(1.0, z * n**0.5 / k)
-        below.update(pairs if k in (1, n) else {some: count})
+        pair_below = SubsetPair(n, k, z) if is_small else PoissonPair(1.0, z * n**0.5 / k)
+        below.update(pairs if k in (1, n) else {pair_below: count})
     return PairBounds(above, below)
 
 
@@ -163,10 +163,10 @@ ANALYSES: Mapping[EventKind, Callable[[Sequence[RoundEvent]], PairBounds]] = Map
         (SamplingPolicy.EXAMPLES, ADD_OR_REMOVE): _sampled_examples,
     }
 )
-"""Maps events of one kind, drawn alike, to their bounds."""
+"""Functions from events of one kind, drawn in the same way, to their bounds."""
 
 _GAUSSIAN = tuple(kind for kind, bounds in ANALYSES.items() if bounds in (_poisson, _separated))
-"""Kinds that cost no more than the Poisson-subsampled Gaussian of `compose`, with q = 1 too."""
+"""Kinds that cost no more than the Poisson-subsampled Gaussian of `compose`, including q = 1."""
 
 
 def tightest_epsilon(pairs: Pairs, delta: float) -> Ends:
@@ -175,7 +175,7 @@ def tightest_epsilon(pairs: Pairs, delta: float) -> Ends:
     low, up = _tightest(pairs, delta, *interval)
     if low < (1.0 - _WIDE) * up:
         others, share = _without_little_noise(pairs)
-        if others and delta - share >= LEAST_DELTA:  # below it, ends are not certified
+        if others and delta - share >= LEAST_DELTA:  # smaller δ have no certified ends
             low = max(low, _tightest(others, delta, *interval)[0])
             up = min(up, _tightest(others, delta - share, *interval)[1])
         up = min(up, rdp.epsilon_from_rdp(rdp.DEFAULT_ORDERS, _rdp_above(pairs), delta))
@@ -200,11 +200,11 @@ def tightest_delta(pairs: Pairs, epsilon: float) -> Ends:
 
 def tightest_deltas(pairs: Pairs, epsilons: Sequence[float], near: Sequence[float]) -> Vector:
     """Return upper bounds of δ at each ε: [epsilons], tight for δ between the deltas `near`."""
-    same, ups = _of_one_kind(pairs), None
-    if same is not None and any(pair.q < 1.0 for pair in pairs):
+    case, ups = _of_one_kind(pairs), None
+    if case is not None and any(pair.q < 1.0 for pair in pairs):
         with suppress(contour.ContourUnsuitableError):
-            rounds, _ = grouped(folded(same[1]), _GROUPS[0])
-            ups = contour.deltas_along(rounds, epsilons, near, same[2])
+            rounds, _ = grouped(folded(case[1]), _GROUPS[0])
+            ups = contour.deltas_along(rounds, epsilons, near, case[2])
     if ups is None:
         ups = pld.deltas_above(pairs, epsilons, near)
     if ups[-1] > (1.0 + _WIDE) * min(near):
@@ -213,10 +213,10 @@ def tightest_deltas(pairs: Pairs, epsilons: Sequence[float], near: Sequence[floa
 
 
 def _without_little_noise(pairs: Pairs) -> tuple[Pairs, float]:
-    """Return the pairs without those of little noise, and the `pld.exposure` of the latter.
+    """Return the pairs except those with little noise, and the `pld.exposure` of the latter.
 
-    The others alone cost no more at δ, and no less at δ minus the exposure, which counts as a loss
-    that is infinite (see `pld.exposure`).
+    The remaining pairs cost no more at δ, and no less at δ minus the exposure, which counts as an
+    infinite loss (see `pld.exposure`).
     """
     rare = {pair: n for pair, n in pairs.items() if pair.z < _LITTLE_NOISE}
     others = {pair: n for pair, n in pairs.items() if pair not in rare}
@@ -224,7 +224,7 @@ def _without_little_noise(pairs: Pairs) -> tuple[Pairs, float]:
 
 
 def _capped_delta(pairs: Pairs, epsilon: float, up: float) -> float:
-    """Return an upper bound of δ, or one of two looser bounds: of `rdp`, or without sampling."""
+    """Return the least of an upper bound of δ and two looser ones: by `rdp`, and unsampled."""
     from_rdp = rdp.delta_from_rdp(rdp.DEFAULT_ORDERS, _rdp_above(pairs), epsilon)
     noise = pld.noise_of_sampled(pairs, LEAST_DELTA)
     return min(up, from_rdp, gaussian.delta(epsilon, noise) + LEAST_DELTA)
@@ -241,7 +241,7 @@ def _rdp_above(pairs: Pairs) -> Vector:
 
 
 def _of_one_kind(pairs: Pairs) -> tuple[PoissonPair | ReplacePair, Rounds, contour.Views] | None:
-    """Return a kind that has a contour and all pairs, its rounds by (q, z), and its views.
+    """Return the one kind of all pairs if it has a contour, its rounds by (q, z), and its views.
 
     Gaussian rounds are of every kind.
     """
@@ -274,11 +274,11 @@ def _tightest(
     along_contour: Callable[[Rounds, float, contour.Views], Ends],
     composed: Callable[[Pairs, float], Ends],
 ) -> Ends:
-    """Return the intersection of the intervals of all groupings, by the first method that fits."""
-    same = _of_one_kind(pairs)
-    if same is None or any(pair.z == 0.0 for pair in pairs) or all(pair.q == 1.0 for pair in pairs):
+    """Return an interval by the first method and grouping that suits the pairs."""
+    case = _of_one_kind(pairs)
+    if case is None or any(pair.z == 0.0 for pair in pairs) or all(pair.q == 1.0 for pair in pairs):
         return composed(pairs, at)
-    kind, settings, views = same
+    kind, settings, views = case
     rounds = folded(settings)
     for limit in _GROUPS:
         above, below = grouped(rounds, limit)
@@ -299,8 +299,8 @@ _BELOW = 1.0 - 2.0**-30
 class Bound(StrEnum):
     """The kind of statement that an ε makes, in words for readers."""
 
-    UPPER = "upper bound"  # the true ε is at most this
-    INTERVAL = "interval"  # the true ε is at most this and at least `epsilon_low`
+    UPPER = "upper bound"  # the true ε is at most this value
+    INTERVAL = "interval"  # the true ε is at most this value and at least `epsilon_low`
     ESTIMATE = "estimate"  # near the true ε for many rounds; it can be below: no guarantee
 
 
@@ -312,14 +312,14 @@ class PrivacyLoss:
     epsilon: float  # to report: the true ε is at most this, with the same exception; ∞ if unproven
     delta: float  # in [1e-60, 1)
     accountant: str  # name in `ACCOUNTANTS`
-    relation: NeighbouringRelation  # of the two populations that are compared
-    unit: Unit  # in which they differ
+    relation: NeighbouringRelation  # of the two compared populations
+    unit: Unit  # the populations differ in one of these
     bound: Bound  # kind of statement
     assumptions: str  # one sentence for readers
 
 
 class Accountant(ABC):
-    """Prices events; all its numbers are on the safe side, unless they are tagged as estimates.
+    """Prices events; all its numbers are on the safe side, unless tagged as estimates.
 
     Every accountant keeps these promises; the conformance suite tests each:
 
@@ -365,9 +365,9 @@ class Accountant(ABC):
 class IntervalAccountant(Accountant):
     """Intervals for every policy, by default by composition of privacy losses (`pld`).
 
-    `epsilon` is only an upper bound if an event has no share in the lower end: a separated series
-    with an inexact sensitivity. `delta` is the upper end of an interval, and at least 1e-60 unless
-    there are no events.
+    `epsilon` is only an upper bound if the lower end leaves out an event: a separated series with
+    an inexact sensitivity. `delta` is the upper end of an interval, and at least 1e-60 unless there
+    are no events.
     """
 
     name: str = "pld"
@@ -388,7 +388,7 @@ class IntervalAccountant(Accountant):
         return _loss(events, (float(low) * _BELOW, float(up)), delta, self.name, kind)
 
     def upper_epsilon(self, events: Iterable[RoundEvent], delta: float) -> float:
-        """Return the upper end of `epsilon`, in less time if bounds from below have other pairs."""
+        """Return the upper end of `epsilon`, in less time if lower bounds have other pairs."""
         check_delta(delta)
         above = bounds_of(_checked(events, self.name, tuple(ANALYSES))).above
         return float(_kept_ends(self.epsilon_interval, tuple(above.items()), delta)[1])
@@ -461,7 +461,7 @@ class RDPAccountant(Accountant):
 
 @dataclass(frozen=True)
 class CLTAccountant(Accountant):
-    """The estimate of the central limit theorem (Bu et al. 2020), which can be below the truth."""
+    """The central limit theorem's estimate (Bu et al. 2020), which can be below the truth."""
 
     name: str = field(default="gdp", init=False)
 
@@ -479,7 +479,7 @@ class CLTAccountant(Accountant):
 
 
 def gaussian_rounds(events: Iterable[RoundEvent], name: str) -> Rounds:
-    """Return rounds of the Poisson-subsampled Gaussian that cost at least as much as the events.
+    """Return Poisson-subsampled Gaussian rounds that cost at least as much as the events.
 
     UnsupportedEventError, with the `name` of an accountant, if an event has no such bound.
     """
@@ -498,7 +498,7 @@ def _checked(
         if (sampling.policy, sampling.relation) not in kinds:
             raise UnsupportedEventError(
                 f"the {name} accountant has no analysis of {sampling.policy} sampling with "
-                f"{sampling.relation} neighbours; legal is: {kinds_text(kinds)}"
+                f"{sampling.relation} neighbours; allowed: {kinds_text(kinds)}"
             )
     if name != "rdp" and any(event.selection is not None for event in events):
         raise UnsupportedEventError(
@@ -516,7 +516,7 @@ def _checked(
 
 
 def trust_text(events: Iterable[RoundEvent]) -> str:
-    """Return against whom the events protect, for readers."""
+    """Return in words against whom the events protect."""
     kinds = dict.fromkeys(event.secure_sum for event in events)
     return " and ".join(str(kind) if kind else "the server is trusted" for kind in kinds)
 
@@ -548,12 +548,12 @@ _ALL = (
     RDPAccountant(),
     CLTAccountant(),
 )
-ACCOUNTANTS: Mapping[str, Accountant] = MappingProxyType({one.name: one for one in _ALL})
-"""Every accountant by its name, the default first."""
+ACCOUNTANTS: Mapping[str, Accountant] = MappingProxyType({item.name: item for item in _ALL})
+"""All accountants by name, the default first."""
 
 
 def accountant_named(name: str) -> Accountant:
-    """Return the accountant of this name; InvalidValueError if there is none."""
+    """Return the accountant with this name; InvalidValueError if there is none."""
     check_types(accountant=(name, str))
     if name not in ACCOUNTANTS:
         raise InvalidValueError(f"unknown accountant {name!r}; {known_names(name, ACCOUNTANTS)}")

@@ -1,7 +1,7 @@
 """The noise, rounds or sampling that a privacy budget allows.
 
-The budget is ε = target_epsilon > 0 at δ in [1e-60, 1), by an accountant of `ACCOUNTANTS`, which
-always prices a result within it. Functions raise `InvalidValueError` if an argument is out of
+The budget is ε = target_epsilon > 0 at δ in [1e-60, 1), by an accountant of `ACCOUNTANTS`; every
+result is priced within the budget. Functions raise `InvalidValueError` if an argument is out of
 range, or if nothing or everything stays within the budget, and `UnsupportedEventError` if the
 accountant cannot analyse an event.
 """
@@ -39,7 +39,7 @@ def smallest_noise(
     events_of: Callable[[float], Iterable[RoundEvent]],
     accountant: str = "tight",
 ) -> float:
-    """Return the smallest noise multiplier, from 0.05 on, whose events stay within (ε, δ).
+    """Return the smallest noise multiplier ≥ 0.05 whose events stay within (ε, δ).
 
     A multiplier smaller by a thousandth is priced above ε, unless the result is 0.05.
 
@@ -78,8 +78,8 @@ def largest_number(
 ) -> int:
     """Return the largest number up to `most` whose events stay within (ε, δ), or 0.
 
-    It may count rounds, passes, or users in a cohort. One more is priced above ε, unless the result
-    is `most`.
+    It may count rounds, passes, or users in a cohort. The next number is priced above ε, unless the
+    result is `most`.
     """
     require(1 <= most <= _MOST_USERS, f"most is {most}; it must be from 1 to 2⁵³")
     price = _price(target_epsilon, delta, lambda number: events_of(int(number)), accountant)
@@ -114,7 +114,7 @@ def _price(
     events_of: Callable[[float], Iterable[RoundEvent]],
     accountant: str,
 ) -> Callable[[float], float]:
-    """Return the function from settings to ε, which is ∞ if no finite ε is proven."""
+    """Return the function from settings to ε; ε is ∞ if no finite value is proven."""
     in_range = isinstance(target_epsilon, Real) and 0.0 < target_epsilon < math.inf
     require(in_range, f"epsilon is {target_epsilon!r}; it must be positive and finite")
     pricing = accountant_named(accountant)
@@ -146,34 +146,34 @@ def last_within(
         size = abs(math.log(cost) - math.log(target)) if cost > 0.0 else _FAR
         return math.copysign(min(max(size, _NEAR), _FAR), -1.0 if cost <= target else 1.0)
 
-    last = following = (start, excess(start))
+    last = newest = (start, excess(start))
     end = boldest if last[1] < 0.0 else safest
-    # A price that is near the target in logarithms is so in the setting.
+    # If a price is near the target in logarithms, so is the setting.
     factor = 2.0 if whole else math.exp(min(max(abs(last[1]), _LEAST_STRIDE), math.log(2.0)))
     factor = factor if end > start else 1.0 / factor
-    while (following[1] < 0.0) == (last[1] < 0.0):
-        last = following
+    while (newest[1] < 0.0) == (last[1] < 0.0):
+        last = newest
         if last[0] == end:
             return end if last[1] < 0.0 else None
         setting = (min if end > start else max)(last[0] * factor, end)
-        following, factor = (setting, excess(setting)), factor * factor
-    inside, outside = (last, following) if last[1] < 0.0 else (following, last)
+        newest, factor = (setting, excess(setting)), factor * factor
+    inside, outside = (last, newest) if last[1] < 0.0 else (newest, last)
     for number in count(1):
         a, b = inside[0], outside[0]
         if abs(a - b) <= 1.0 if whole else max(a, b) <= _PRECISION * min(a, b):
             break
-        # The secant of the last two trials, or of the ends; and every eighth time the middle.
-        guess = _secant(last, following) if number % _BISECT_EVERY else math.sqrt(a) * math.sqrt(b)
+        # The secant of the last two trials or of the ends; every eighth time the middle.
+        guess = _secant(last, newest) if number % _BISECT_EVERY else math.sqrt(a) * math.sqrt(b)
         if not min(a, b) < guess < max(a, b):
             guess = _secant(inside, outside)
         setting = _between(a, b, guess, whole=whole)
-        last, following = following, (setting, excess(setting))
-        inside, outside = (following, outside) if following[1] < 0.0 else (inside, following)
+        last, newest = newest, (setting, excess(setting))
+        inside, outside = (newest, outside) if newest[1] < 0.0 else (inside, newest)
     return inside[0]
 
 
 def _secant(first: tuple[float, float], second: tuple[float, float]) -> float:
-    """Return the setting where a line through two trials is 0, in logarithms; NaN if it is flat."""
+    """Return the setting at which the line through two trials, in logarithms, is 0; NaN if flat."""
     (a, at_a), (b, at_b) = first, second
     if at_a == at_b:
         return math.nan
@@ -231,10 +231,10 @@ def plan_within(
     population: int | None = None,
     accountant: str = "tight",
 ) -> Plan:
-    """Return the smallest noise, the most rounds, or the largest sampling within (ε, δ).
+    """Return the smallest noise, the most rounds, or the largest sampling probability in (ε, δ).
 
-    Of rounds T ≥ 1, sampling probability q in (0, 1] and noise multiplier z > 0, give two to find
-    the third. q may be left out if every user takes part. Fixed-size sampling, of q·N users, needs
+    Given two of rounds T ≥ 1, sampling probability q in (0, 1] and noise multiplier z > 0, it finds
+    the third. q may be omitted if every user takes part. Fixed-size sampling, of q·N users, needs
     the population N; policies of whole passes have no plan.
     """
     users = population if policy is SamplingPolicy.FIXED_SIZE else None

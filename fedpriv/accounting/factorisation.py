@@ -7,8 +7,8 @@ a given price the noise Z is proportional to the sensitivity of C, so the error 
     sens(C)·‖row of A·C⁻¹‖   (Denisov et al. 2022; Choquette-Choo et al. 2023, arXiv 2306.08153).
 
 **Every strategy is private at the noise it is charged with:** the accountant computes the
-sensitivity in its price from the coefficients (`round_counts.strategy_sensitivity`) and uses
-nothing of this module. A search that fails costs accuracy, never privacy.
+sensitivity in its price from the coefficients (`round_counts.strategy_sensitivity`) and does not
+use this module. A failed search costs accuracy, never privacy.
 
 All matrices are lower triangular Toeplitz, so products and inverses are those of power series, by
 FFT: an objective and its gradient take O(n·log n).
@@ -73,7 +73,7 @@ class Buffers(NamedTuple):
 def errors(strategy: tuple[float, ...], schedule: Schedule, momentum: float = 0.0) -> Errors:
     """Return errors of the models in clipping norms, if a series is μ-GDP with μ = 1.
 
-    Its noise has the standard deviation of one sensitivity. For another μ errors are 1/μ times as
+    The noise then has a standard deviation of one sensitivity. For other μ, errors are 1/μ times as
     large.
 
     >>> round(errors((1.0,), Schedule(rounds=100)).largest, 9)
@@ -104,8 +104,8 @@ def optimal_bands(
 ) -> tuple[float, ...]:
     """Return the best strategy of at most p = `bands` bands, rounded to multiples of 2⁻²⁰.
 
-    The default p is b, or n for one participation. A search for more than b bands starts from those
-    of p = b, so it never increases the error. Deterministic.
+    The default p is b, or n for one participation. A search for more than b bands starts from the
+    result for p = b, so it never increases the error. Deterministic.
 
     >>> plan = Schedule(rounds=500, participations=5, separation=100)
     >>> round(relative_errors(optimal_bands(plan), plan).mean, 3)
@@ -140,7 +140,7 @@ def optimal_buffers(
     objective: Objective = Objective.MEAN,
     momentum: float = 0.0,
 ) -> Buffers:
-    """Return the best strategy of at most d = `buffers` buffers, 1 to 8, that a search finds.
+    """Return the best strategy found with at most d = `buffers` buffers, 1 to 8.
 
     Deterministic.
 
@@ -155,8 +155,8 @@ def optimal_buffers(
         return Buffers((0.0,), (0.0,))
     slowest = dict.fromkeys([1.0 / n, 1.0 / math.sqrt(n * b), 1.0 / b] if k > 1 else [1.0 / n])
     optima = [_search_buffers(loss, n, buffers, gap) for gap in slowest]
-    _, best = min(optima, key=lambda optimum: optimum[0])
-    return best
+    _, buffers_found = min(optima, key=lambda optimum: optimum[0])
+    return buffers_found
 
 
 def _fitting(schedule: Schedule) -> int:
@@ -220,7 +220,7 @@ def _square_sensitivity(c: Vector, n: int, k: int, b: int) -> tuple[float, Vecto
 def _decreasing_bands(loss: LossAndGradient, start: Vector) -> Vector:
     """Return bands that never increase, by a search over their decreases ≥ 0.
 
-    It begins at the bands of this kind that are nearest to `start`.
+    It begins at the non-increasing bands nearest to `start`.
     """
     nearest = np.maximum(scipy.optimize.isotonic_regression(start, increasing=False).x, 0.0)
     unit = -np.diff(_square_root(len(start)), append=0.0)  # gives decreases similar sizes
@@ -232,8 +232,8 @@ def _decreasing_bands(loss: LossAndGradient, start: Vector) -> Vector:
         value, gradient = loss(bands(decreases))
         return value, unit * np.cumsum(gradient)
 
-    first = -np.diff(nearest, append=0.0) / unit
-    _, decreases = _minimised(of_decreases, first, [(0.0, None)] * len(start))
+    first_decreases = -np.diff(nearest, append=0.0) / unit
+    _, decreases = _minimised(of_decreases, first_decreases, [(0.0, None)] * len(start))
     return np.asarray(np.minimum.accumulate(bands(decreases)))
 
 
@@ -311,7 +311,7 @@ def _product(a: Vector, b: Vector) -> Vector:
 
 
 def _inverse(c: Vector) -> Vector:
-    """Return the power series 1/c to as many coefficients as c has, by Newton's x ← x·(2 − c·x)."""
+    """Return the power series 1/c, with as many coefficients as c, by Newton's x ← x·(2 − c·x)."""
     x = np.array([1.0 / c[0]])
     while len(x) < len(c):
         length = min(2 * len(x), len(c))

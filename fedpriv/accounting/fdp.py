@@ -1,8 +1,8 @@
 """f-DP: trade-off functions of tests on releases (Dong, Roth & Su 2019).
 
 A test guesses from all releases whether one given user took part. Its type I error α is the
-probability of a false alarm, its type II error that of a miss. Releases are f-DP if no test has a
-type II error below f(α). They are
+probability of a false alarm, its type II error the probability of a miss. Releases are f-DP if no
+test has a type II error below f(α). They are
 
 * (ε, δ)-DP if and only if they are f_{ε,δ}-DP, and (ε, δ)-DP for all pairs of a set if and only if
   sup f_{ε,δ}-DP (Proposition 2.11). So upper ends of δ at a few ε give a lower bound of the truth;
@@ -27,7 +27,7 @@ from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, merge_equal
 
 _PAIRS, _LEAST_DELTA = 64, 1e-6  # (ε, δ) evenly spaced up to ε at the least δ: accurate to ~0.001
-_PLANNED = 0.3, _LEAST_DELTA, 1e-2  # plans for these δ serve all pairs, mostly the first alone
+_PLANNED = 0.3, _LEAST_DELTA, 1e-2  # plans for these δ serve all pairs; often the first suffices
 _ROUNDING = 2.0**-50  # of the few operations of f_{ε,δ}, whose relevant parts are at most 1
 
 
@@ -39,7 +39,7 @@ class TradeOff:
     relation: NeighbouringRelation  # of the two populations to distinguish
     bound: Bound  # if not an estimate, type II errors are lower bounds, and powers upper bounds
     pairs: tuple[tuple[float, float], ...]  # (ε, δ(ε)), ε increasing from 0; all hold at once
-    mu: float | None  # if they are exactly μ-GDP, as rounds are in which every user takes part
+    mu: float | None  # set if releases are exactly μ-GDP, as if every user takes part in each round
 
     def type_two(self, type_one: ArrayLike) -> Vector:
         """Return the least type II error of any test at type I errors in [0, 1], of any shape."""
@@ -47,7 +47,7 @@ class TradeOff:
         return np.asarray(np.maximum(np.max(bounds, axis=0) - _ROUNDING, 0.0))
 
     def power(self, type_one: ArrayLike) -> Vector:
-        """Return the largest probability to detect a user who took part, at type I errors."""
+        """Return the largest probability of detecting a user who took part, at type I errors."""
         return 1.0 - self.type_two(type_one)
 
     @property
@@ -66,15 +66,15 @@ def trade_off(events: Iterable[RoundEvent], accountant: str = "tight") -> TradeO
     >>> bool(f.power(0.05) < 0.09)
     True
     """
-    pricing, merged = accountant_named(accountant), merge_equal(events)
-    loss = pricing.epsilon(merged, _LEAST_DELTA)
+    pricing, distinct = accountant_named(accountant), merge_equal(events)
+    loss = pricing.epsilon(distinct, _LEAST_DELTA)
     largest = loss.epsilon if math.isfinite(loss.epsilon) else 0.0
     epsilons = sorted({float(x) for x in np.linspace(0.0, largest, _PAIRS)})
-    deltas = pricing.deltas(merged, epsilons, _PLANNED).tolist()
+    deltas = pricing.deltas(distinct, epsilons, _PLANNED).tolist()
     pairs = tuple(zip(epsilons, deltas, strict=True))
     mu = None
     with suppress(UnsupportedEventError):
-        rounds = gaussian_rounds(merged, "gdp")
+        rounds = gaussian_rounds(distinct, "gdp")
         if all(q == 1.0 for q, _ in rounds):
             z = unsampled_noise_multiplier(rounds)
             mu = 1.0 / z if z > 0.0 else math.inf

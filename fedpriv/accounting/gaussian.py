@@ -28,7 +28,7 @@ from fedpriv.accounting.round_counts import (
 _ULP = 2.0**-52
 _MARGIN = 1e-12  # added to log δ: ten times the rounding errors in tests, not a proved bound
 _WIDTH = 2e-11  # twice the error of ε relative to 1 + ε, and of δ relative to δ
-# A smaller z has an ε above the largest float; a larger z is replaced by the latter.
+# A z below the first has an ε above the largest float; a z above the second is replaced by it.
 _LEAST_NOISE, _MOST_NOISE = 1e-150, 1e302
 _LARGEST_LOG_DELTA = -1e-9  # replaces a δ closer to 1, where δ hardly depends on ε
 _LARGEST_A = 1e3
@@ -77,20 +77,20 @@ def epsilon(delta: float, noise_multiplier: float) -> float:
     if noise_multiplier < _LEAST_NOISE:
         return math.inf
     mu = np.array([1.0 / min(noise_multiplier, _MOST_NOISE)])
-    least = -mu / 2
+    minimum = -mu / 2
     goal = min(math.log(delta), _LARGEST_LOG_DELTA) * (1 + 4 * _ULP) - _MARGIN
-    a = np.maximum(-ndtri_exp(goal), least)
+    a = np.maximum(-ndtri_exp(goal), minimum)
     # log δ is a concave function of a, since δ is a convolution of log-concave functions. So every
     # step of Newton's method ends on the safe side of the root: each iterate is a bound.
     for _ in range(_NEWTON_STEPS):
         value, slope = _log_delta(a, mu)
-        following = np.maximum(a + (value - goal) / slope, least)
-        converged = np.abs(following - a) <= 1e-14 * (1 + np.abs(a))
-        a = following
+        next_a = np.maximum(a + (value - goal) / slope, minimum)
+        converged = np.abs(next_a - a) <= 1e-14 * (1 + np.abs(a))
+        a = next_a
         if converged[0]:
             break
     rounding = 4 * _ULP * mu * (np.abs(a) + mu / 2)
-    result = np.where(a > least, np.maximum(mu * (a + mu / 2), 0.0) + rounding, 0.0)
+    result = np.where(a > minimum, np.maximum(mu * (a + mu / 2), 0.0) + rounding, 0.0)
     return float(result[0])
 
 

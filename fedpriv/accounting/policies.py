@@ -1,9 +1,9 @@
 """Events of one vector group under each sampling policy and relation.
 
 Throughout, z = `noise_multiplier` ≥ 0 is the noise_stddev of the sum released in one round, divided
-by the clipping norm, for every relation and number of rounds. `count` (or `passes`) ≥ 1 says how
-often the whole event happens; `population` is the number N of enrolled users. Each function returns
-the event, and raises `InvalidValueError` if a number is out of range.
+by the clipping norm, for every relation and number of rounds. The whole event happens `count` (or
+`passes`) ≥ 1 times; `population` is the number N of enrolled users. Each function returns the
+event, and raises `InvalidValueError` if a number is out of range.
 """
 
 from fedpriv.ledger.events import (
@@ -42,7 +42,7 @@ def poisson_replace_gaussian(
 def poisson_examples_gaussian(
     q: float, examples_per_user: int, noise_multiplier: float, count: int = 1, population: int = 1
 ) -> RoundEvent:
-    """Return the event of rounds that draw and clip examples, when one user is added or removed.
+    """Return the event of rounds that draw and clip examples when one user is added or removed.
 
     Each of a user's examples, at most k = `examples_per_user` ≤ 10⁶ of them, joins with
     probability q; z is relative to the clipping norm of an example.
@@ -68,7 +68,7 @@ def every_user_gaussian(
 def fixed_size_gaussian(
     cohort_size: int, population: int, noise_multiplier: float, count: int = 1
 ) -> RoundEvent:
-    """Return the event of rounds on m of N users, drawn without replacement, when one is replaced.
+    """Return the event of rounds on m of N users, drawn without replacement, if one is replaced.
 
     Each round draws a new cohort of m = `cohort_size` users.
     """
@@ -109,7 +109,7 @@ def separated_gaussian(
     If X are the n sums of a series, the release is X + C⁻¹Z = C⁻¹(C·X + Z), where the rows of Z are
     independent noise of standard deviation z clipping norms. A user is in at most k of the rounds,
     any two at least b apart. `strategy` is (c_0, c_1, …), at most n coefficients: the first column
-    of the lower triangular Toeplitz matrix C, with c_0 > 0 and zeros for missing ones. (1,) is
+    of the lower triangular Toeplitz matrix C, with c_0 > 0 and missing ones 0. (1,) is
     independent noise.
     """
     schedule = Schedule(rounds, participations, separation)

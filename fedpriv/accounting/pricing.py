@@ -1,8 +1,9 @@
-"""The cost of ledgers: of each run, of each ledger and of all together.
+"""The cost of ledgers: for each run, each ledger and all ledgers together.
 
-Accountants that cannot analyse some events are left out, with the reason; if no accountant can, the
-first reason is raised as an `UnsupportedEventError`. Functions raise `InvalidValueError` if a value
-is out of range or missing, and `LedgerError` if a ledger cannot be opened or verified.
+An accountant that cannot analyse some event is left out, and its reason is reported; if no
+accountant can, the first reason is raised as an `UnsupportedEventError`. Functions raise
+`InvalidValueError` if a value is out of range or missing, and `LedgerError` if a ledger cannot be
+opened or verified.
 """
 
 import math
@@ -30,7 +31,7 @@ class Arithmetic(StrEnum):
 
 @dataclass(frozen=True)
 class LedgerContent:
-    """The content of a ledger that was read and verified, at one moment."""
+    """The content of a ledger at one moment, read and verified."""
 
     path: Path
     ledger_id: str
@@ -57,11 +58,11 @@ class Releases:
     ledger: str | None  # its path; None: all ledgers
     run: str | None  # its name; None: all runs
     events: tuple[RoundEvent, ...]  # equal ones merged
-    rounds: int  # number in the ledgers, with repeated attempts
+    rounds: int  # number of charged rounds, including repeated attempts
 
     @classmethod
     def of(cls, ledger: str | None, run: str | None, charges: Sequence[ChargedRow]) -> Self:
-        """Return the releases that charges paid for."""
+        """Return the releases that these charges paid for."""
         return cls(ledger, run, merge_equal(paid_events(charges)), len(charges))
 
 
@@ -72,7 +73,7 @@ class PricedReleases:
     releases: Releases
     epsilon: float
     delta: float
-    loss: PrivacyLoss  # the accountant's full statement; it has another (ε, δ) if ε was given
+    loss: PrivacyLoss  # the accountant's full statement; its (ε, δ) differ if ε was given
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,13 @@ class Spending:
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """Exact if the arithmetic of all charges is."""
+        """Exact if the arithmetic of all charges is exact."""
         return weakest_arithmetic(row for ledger in self.ledgers for row in ledger.charges)
 
 
 def is_export(path: Path) -> bool:
-    """Return whether a file may be an export: it is neither SQLite, empty nor absent."""
-    # Opening and closing it without SQLite would release this process's SQLite locks on it.
+    """Return whether a file may be an export: it is not SQLite, empty or absent."""
+    # Opening and closing the file without SQLite would release this process's SQLite locks on it.
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as file:
             file.execute("PRAGMA schema_version")
@@ -119,7 +120,7 @@ def read_ledger(path: Path) -> LedgerContent:
 
 
 def read_ledgers(paths: Sequence[Path]) -> tuple[LedgerContent, ...]:
-    """Read, verify and return ledgers, or exports of them; InvalidValueError if two are one."""
+    """Read, verify and return ledgers, or exports of them; InvalidValueError if one is repeated."""
     by_id: dict[str, LedgerContent] = {}
     for path in paths:
         content = read_ledger(path)
@@ -145,14 +146,14 @@ def price(
     accountants = [*ACCOUNTANTS.values()] if accountant == "all" else [accountant_named(accountant)]
     ledgers = read_ledgers(paths)
     names = ", ".join(str(ledger.path) for ledger in ledgers)
-    problem = "nothing was released, and there is nothing to price"
+    problem = "nothing was released, so there is nothing to price"
     require(any(row.charges for row in ledgers), f"ledger {names} has no charge; {problem}")
     if delta is None and epsilon is None:
         delta = default_delta(ledgers)
 
     prices, refusals = list[PricedReleases](), dict[str, None]()
     for releases in _all_releases(ledgers):
-        # If ε is given, only the words of a loss are used, which are the same at any δ.
+        # If ε is given, only the text of a loss is used, which is the same at any δ.
         losses, errors = _losses(accountants, releases.events, 0.5 if delta is None else delta)
         refusals |= dict.fromkeys(map(str, errors))
         for loss in losses:
@@ -164,7 +165,7 @@ def price(
 
 
 def default_delta(ledgers: Iterable[LedgerContent]) -> float:
-    """Return the largest power of ten below 1/N for the users of all ledgers together.
+    """Return the largest power of ten below 1/N, where N counts the users of all ledgers.
 
     Populations with the same name are assumed to be the same users, and others to be disjoint.
     """
@@ -185,7 +186,7 @@ def delta_for_population(users: int) -> float:
 
 
 def weakest_arithmetic(charges: Iterable[ChargedRow]) -> Arithmetic:
-    """Return exact arithmetic if every sum query of all charges adds whole numbers of steps."""
+    """Return exact arithmetic if all sum queries of all charges add whole numbers of steps."""
     queries = (query for row in charges for query in row.event.queries)
     exact = all(query.granularity is not None for query in queries)
     return Arithmetic.EXACT if exact else Arithmetic.FLOATING_POINT
@@ -217,7 +218,7 @@ def _all_releases(ledgers: Sequence[LedgerContent]) -> list[Releases]:
 def _losses(
     accountants: Iterable[Accountant], events: Sequence[RoundEvent], delta: float
 ) -> tuple[list[PrivacyLoss], list[UnsupportedEventError]]:
-    """Return losses by accountants with an analysis, at least one, and errors of the others."""
+    """Return losses by the accountants with an analysis, at least one, and errors of the others."""
     losses, refusals = list[PrivacyLoss](), list[UnsupportedEventError]()
     for accountant in accountants:
         try:

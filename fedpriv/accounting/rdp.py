@@ -3,7 +3,7 @@
 The RDP of one round at order α is log E_Q[(1 + u)^α]/(α − 1), u = q·(r − 1), where r is the density
 of N(1, z²) over that of Q = N(0, z²). Adding a user never costs more than removing one (Mironov,
 Talwar & Zhang 2019, Theorem 5). Since E_Q[u] = 0, E_Q[(1 + u)^α] − 1 = E_Q[(1 + u)^α − 1 − α·u].
-The terms of the latter do not cancel, so the result has a small relative error for the tiniest q.
+The terms of the latter do not cancel, so the relative error is small even for the tiniest q.
 """
 
 import math
@@ -22,7 +22,7 @@ DEFAULT_ORDERS: tuple[float, ...] = (
     *map(float, range(8, 64)),
     *sorted({float(round(a)) for a in np.geomspace(64, 16384, 64)}),
 )
-"""Dense near 1, for a large ε; sparse up to thousands, for a tiny q."""
+"""Orders: dense near 1, for a large ε; sparse up to thousands, for a tiny q."""
 
 _GROUPS = 64  # largest number of different rounds; more are grouped
 _SLACK = 1e-10
@@ -55,7 +55,7 @@ def subsampled_gaussian_rdp(q: float, noise_multiplier: float, orders: Sequence[
 
 
 def composed_rdp(rounds: Rounds, orders: Sequence[float]) -> Vector:
-    """Return the RDP of all rounds together, the sum of theirs (Mironov 2017, Proposition 1).
+    """Return the RDP of all rounds together, the sum of their RDPs (Mironov 2017, Proposition 1).
 
     Many different rounds are replaced by fewer ones that cost at least as much. The result has the
     shape [orders].
@@ -139,8 +139,8 @@ def _log_excess(u: Vector, log_one_plus_u: Vector, a: float) -> Vector:
     for k in range(2, 16):
         term = term * u * (2 + a - k) / k
         series += term
-    small = (1 + a) * np.abs(u) < 0.1
-    value = np.maximum(np.where(small, series, middle), np.finfo(np.float64).tiny)
+    is_small = (1 + a) * np.abs(u) < 0.1
+    value = np.maximum(np.where(is_small, series, middle), np.finfo(np.float64).tiny)
     return np.where(power > 200.0, power + log_one_plus_u, np.log(value))
 
 

@@ -3,7 +3,7 @@
 An attacker sees all releases and guesses whether one given user took part. α is the probability of
 a false alarm, and a trade-off function f bounds the probability of a miss from below by f(α)
 (Wasserman & Zhou 2010, Theorem 2.4; Dong, Roth & Su 2019, Definition 2.3), so 1 − f(α) bounds the
-power. f is the largest of the straight lines of its pairs (ε, δ). Between two corners it is a
+power. f is the maximum of the straight lines of its pairs (ε, δ). Between two corners it is a
 straight line, so a convex function minus f is largest at a corner.
 """
 
@@ -23,22 +23,22 @@ from fedpriv.ledger.events import Unit
 from fedpriv.support.checks import percent_up, require, text_up
 
 _FALSE_ALARMS = (0.001, 0.01, 0.05, 0.1)
-_MOST_SLACK = 0.01  # with more, μ would say little
+_MOST_SLACK = 0.01  # with more slack, μ would say little
 _ROUNDING = 1e-12
 _WIDEST, _POINTS = 8.0, 2001  # normal quantiles at which a regret is measured
 
 
 @dataclass(frozen=True)
 class Risks:
-    """Upper bounds on what any attacker achieves, or estimates if `bound` says so."""
+    """Upper bounds on any attacker's success, or estimates if `bound` says so."""
 
     bound: Bound
-    advantage: float  # largest power minus false alarms
+    advantage: float  # largest difference between power and false alarms
     success: float  # largest probability of a right guess, if half of all guesses would be right
     power: Mapping[float, float]  # by probability of a false alarm
     mu: float  # the releases are μ-GDP, except for `slack`; ∞ if they may show everything
-    slack: float  # most by which the power may exceed that of μ-GDP
-    regret: float  # most by which μ-GDP overstates the power; 0 if every user takes part
+    slack: float  # largest excess of the power over that of μ-GDP
+    regret: float  # largest overstatement of the power by μ-GDP; 0 if every user takes part
 
     @property
     def gaussian(self) -> str:
@@ -49,18 +49,18 @@ class Risks:
         return f"{text}, up to δ = {text_up(self.slack, 2)}; regret {text_up(self.regret, 2)}"
 
     def text(self, unit: Unit) -> str:
-        """Return sentences for a person who may be protected."""
-        most = "about" if self.bound is Bound.ESTIMATE else "at most"
-        few, some = percent_up(self.power[0.001]), percent_up(self.power[0.01])
+        """Return sentences for a person whose data may be protected."""
+        limit = "about" if self.bound is Bound.ESTIMATE else "at most"
+        power_at_0_1, power_at_1 = percent_up(self.power[0.001]), percent_up(self.power[0.01])
         return (
-            f"The chance to tell whether one {unit} took part rises from 50% to {most} "
-            f"{percent_up(self.success)}. Of those that took part, {most} {some} are found at 1% "
-            f"false alarms, {few} at 0.1%. {self.gaussian}."
+            f"The chance to tell whether one {unit} took part rises from 50% to {limit} "
+            f"{percent_up(self.success)}. Of those that took part, {limit} {power_at_1} are found "
+            f"at 1% false alarms, {power_at_0_1} at 0.1%. {self.gaussian}."
         )
 
 
 def risks_of(off: TradeOff) -> Risks:
-    """Return the risks that a trade-off function bounds.
+    """Return the risks bounded by a trade-off function.
 
     μ is the least for which G_μ(α) − s ≤ f(α) at every α, with s = 1 − f(0), the δ of the largest
     ε. G_μ is convex, so the corners (α, β) of f decide: Φ(Φ⁻¹(1 − α) − μ) ≤ β + s, which is
@@ -81,8 +81,8 @@ def risks_of(off: TradeOff) -> Risks:
         corners = _corners(off)
         allowed = off.type_two(corners) + slack
         binding = (corners > 0.0) & (allowed < 1.0)
-        least = -ndtri(corners[binding]) - ndtri(allowed[binding])
-        mu, slack = float(np.max(least, initial=0.0)), slack + _ROUNDING
+        mus = -ndtri(corners[binding]) - ndtri(allowed[binding])
+        mu, slack = float(np.max(mus, initial=0.0)), slack + _ROUNDING
         alphas = ndtr(np.linspace(-_WIDEST, _WIDEST, _POINTS))
         regret = float(np.max(off.type_two(alphas) - gaussian_trade_off(alphas, mu)))
     power = {alpha: float(off.power(alpha)) for alpha in _FALSE_ALARMS}
@@ -99,30 +99,30 @@ def success_at(off: TradeOff, prior: float) -> float:
     """
     require(0.0 <= prior <= 1.0, f"prior is {prior}; it must be in [0, 1]")
     corners = _corners(off)
-    right = prior * off.power(corners) + (1.0 - prior) * (1.0 - corners)
-    return min(1.0, float(np.max(right)) + _ROUNDING)
+    chances = prior * off.power(corners) + (1.0 - prior) * (1.0 - corners)
+    return min(1.0, float(np.max(chances)) + _ROUNDING)
 
 
 def _corners(off: TradeOff) -> Vector:
-    """Return where any two of the lines meet whose maximum is f: [corners], in [0, 1]."""
+    """Return the intersections of the lines whose maximum is f: [corners], in [0, 1]."""
     epsilons, deltas = np.array(off.pairs, dtype=np.float64).T
     steep = np.exp(np.minimum(epsilons, 700.0))
     slopes = np.concatenate([steep, 1.0 / steep, [0.0]])  # downwards
     starts = np.concatenate([1.0 - deltas, (1.0 - deltas) / steep, [0.0]])
     with np.errstate(divide="ignore", invalid="ignore"):  # of parallel lines
-        met = np.subtract.outer(starts, starts) / np.subtract.outer(slopes, slopes)
-    return np.concatenate([np.unique(met[(met > 0.0) & (met < 1.0)]), [0.0, 1.0]])
+        crossings = np.subtract.outer(starts, starts) / np.subtract.outer(slopes, slopes)
+    return np.concatenate([np.unique(crossings[(crossings > 0.0) & (crossings < 1.0)]), [0.0, 1.0]])
 
 
 def plan_of_advantage(
     advantage: float, delta: float, plan_within: Callable[[float, float], Plan], accountant: str
 ) -> Plan:
-    """Return a plan whose `advantage` is at most this, priced at δ.
+    """Return a plan with at most this `advantage`, priced at δ.
 
     The advantage is δ at ε = 0 (Kulynych et al. 2024), so the budget is (0, advantage).
     `plan_within` takes ε > 0 and δ; the smallest positive float stands for ε = 0, as
-    δ(0) ≤ δ(ε) + tanh(ε/2). Bounds of a whole trade-off function can be looser than that of one δ,
-    so the noise grows until they agree.
+    δ(0) ≤ δ(ε) + tanh(ε/2). Bounds of a whole trade-off function can be looser than the bound of
+    one δ, so the noise grows until they agree.
     """
     require(0.0 < advantage < 1.0, f"advantage is {advantage}; it must be in (0, 1)")
     zero, aim = math.ulp(0.0), advantage

@@ -1,7 +1,7 @@
-"""Events counted as rounds by (q, z), and many different rounds replaced by few groups.
+"""Counting of events as rounds by (q, z), and grouping of many different rounds.
 
-q is the sampling probability and z the noise_stddev per **sensitivity**: accountants of one policy
-depend on nothing else, except for the schedule of a pass.
+q is the sampling probability and z the noise_stddev per **sensitivity**. For one policy, prices
+depend only on these, and on the schedule of a pass.
 
 A round with (q', z'), q' ≥ q and z' ≤ z, costs at least as much as one with (q, z): additional
 noise on its output, and noise instead of the output with probability 1 − q/q', turn its pair of
@@ -54,10 +54,10 @@ Vector = NDArray[np.float64]
 Rounds = Mapping[tuple[float, float], int]
 """Number of rounds ≥ 1 by (sampling probability q in (0, 1], noise multiplier z ≥ 0)."""
 
-Ends = tuple[float, float]  # of an interval that contains the truth
+Ends = tuple[float, float]  # of an interval that contains the true value
 
 _SAME = 2.0**-36  # relative difference of noise multipliers that counts as rounding
-_FINE = 5e-4  # relative difference of variances within a group that needs no split
+_FINE = 5e-4  # a group with a smaller relative difference of variances needs no split
 _ULPS = 2.0**-50
 
 
@@ -69,7 +69,7 @@ class Direction(IntEnum):
 
 
 def compose(events: Iterable[RoundEvent]) -> dict[tuple[float, float], int]:
-    """Count events by (q, z), and return the counts in order of both, whatever the events' order.
+    """Count events by (q, z), and return the counts in order of (q, z).
 
     The sensitivity is 1 clipping norm if one user is added or removed, and 2 if one is replaced,
     times that of the strategy of a series. Noise multipliers that differ by less than a part in 2³⁶
@@ -87,16 +87,16 @@ def compose(events: Iterable[RoundEvent]) -> dict[tuple[float, float], int]:
             key = q, min(event.noise_multiplier / sensitivity, sys.float_info.max)
             rounds[key] = rounds.get(key, 0) + times * event.count
     merged: dict[tuple[float, float], int] = {}
-    last = (0.0, 0.0)
+    setting = (0.0, 0.0)
     for (q, z), count in sorted(rounds.items()):
-        if q != last[0] or z > last[1] * (1.0 + _SAME):
-            last = (q, z)
-        merged[last] = merged.get(last, 0) + count
+        if q != setting[0] or z > setting[1] * (1.0 + _SAME):
+            setting = (q, z)
+        merged[setting] = merged.get(setting, 0) + count
     return merged
 
 
 def _sensitivities(event: RoundEvent) -> Iterator[tuple[float, int]]:
-    """Yield the rounds that one event consists of: sensitivities in clipping norms, and counts."""
+    """Yield the rounds of one event: sensitivities in clipping norms, and counts."""
     sampling, schedule, strategy = event.sampling, event.sampling.schedule, event.strategy
     distance = sampling.relation.sensitivity
     if schedule is None or sampling.policy not in WITH_STRATEGY:
@@ -104,11 +104,11 @@ def _sensitivities(event: RoundEvent) -> Iterator[tuple[float, int]]:
     elif sampling.policy is SamplingPolicy.SEPARATED:
         yield distance * strategy_sensitivity(strategy, *astuple(schedule)), 1
     else:
-        rest = schedule.rounds - (schedule.participations - 1) * schedule.separation
+        last_length = schedule.rounds - (schedule.participations - 1) * schedule.separation
         if schedule.participations > 1:
-            full = strategy_sensitivity(strategy, schedule.rounds, 1, 1)
-            yield distance * full, schedule.participations - 1
-        yield distance * strategy_sensitivity(strategy[:rest], rest, 1, 1), 1
+            sensitivity = strategy_sensitivity(strategy, schedule.rounds, 1, 1)
+            yield distance * sensitivity, schedule.participations - 1
+        yield distance * strategy_sensitivity(strategy[:last_length], last_length, 1, 1), 1
 
 
 @lru_cache(maxsize=256)
@@ -148,9 +148,9 @@ def _first_rounds(c: Vector, rounds: int, participations: int, separation: int) 
     # Each further participation only repeats a period of b rounds.
     repeated = max(0, participations - len(blocks))
     period = blocks.sum(axis=0)
-    rest = participations - repeated
-    length = min(rounds - repeated * separation, len(c) + (rest - 1) * separation)
-    column = _shifted_sum(np.pad(c, (0, length))[:length], rest, separation)
+    remaining = participations - repeated
+    length = min(rounds - repeated * separation, len(c) + (remaining - 1) * separation)
+    column = _shifted_sum(np.pad(c, (0, length))[:length], remaining, separation)
     return float(column @ column) + repeated * float(period @ period)
 
 
@@ -188,20 +188,20 @@ def arrays(rounds: Rounds) -> tuple[Vector, Vector, Vector]:
 
 
 def unsampled_noise_multiplier(rounds: Rounds) -> float:
-    """Return the z of the Gaussian mechanism that the rounds form together without sampling.
+    """Return the z of the Gaussian mechanism that all rounds together form without sampling.
 
     1/z² = Σ count/zᵢ² (Dong, Roth & Su 2019, Section 3). Its cost is exact for q = 1, and else an
     upper bound, since sampling never costs. It is ∞ for no round, 0 if a round has no noise, and
     else has a relative error of at most 2⁻⁵⁰.
     """
-    least = min((z for _, z in rounds), default=math.inf)
-    if least in (0.0, math.inf):
-        return least
-    return least / math.sqrt(math.fsum(n * (least / z) ** 2 for (_, z), n in rounds.items()))
+    smallest = min((z for _, z in rounds), default=math.inf)
+    if smallest in (0.0, math.inf):
+        return smallest
+    return smallest / math.sqrt(math.fsum(n * (smallest / z) ** 2 for (_, z), n in rounds.items()))
 
 
 def folded(rounds: Rounds) -> Rounds:
-    """Return the rounds, with all those of q = 1 replaced by m equal rounds of the same total cost.
+    """Return the rounds, with all rounds of q = 1 replaced by m equal rounds of the same cost.
 
     All rounds of q = 1 together equal one with noise multiplier z, rounded down. Each of the m new
     rounds has √m·z.
@@ -209,12 +209,12 @@ def folded(rounds: Rounds) -> Rounds:
     everybody = {(q, z): n for (q, z), n in rounds.items() if q == 1.0}
     if len(everybody) < 2:
         return rounds
-    others = {(q, z): n for (q, z), n in rounds.items() if q != 1.0}
+    sampled = {(q, z): n for (q, z), n in rounds.items() if q != 1.0}
     total = unsampled_noise_multiplier(everybody)
     if total == 0.0:
         return {(1.0, 0.0): 1}
     count = max(1, math.ceil(min(1.0 / total / total, MOST_REPEATS)))
-    return {**others, (1.0, total * math.sqrt(count) * (1 - _ULPS)): count}
+    return {**sampled, (1.0, total * math.sqrt(count) * (1 - _ULPS)): count}
 
 
 def grouped(rounds: Rounds, most: int) -> tuple[Rounds, Rounds]:
@@ -233,7 +233,7 @@ def grouped(rounds: Rounds, most: int) -> tuple[Rounds, Rounds]:
 
 
 def _boxes(q: Vector, z: Vector, counts: Vector, most: int) -> list[NDArray[np.int64]]:
-    """Return the members of each group; boxes with the most variance inside are split first.
+    """Return the members of each group; boxes with the largest variance are split first.
 
     The variance of the likelihood ratio of one round is q²·(e^{1/z²} − 1), a product: axes are the
     logarithms of its factors.

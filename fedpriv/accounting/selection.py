@@ -1,11 +1,11 @@
 """Private selection: the best of a random number K of private trials, and its cost.
 
 The best of 20 private runs costs as much as all 20, unless the number of runs is random and
-everything but the best stays secret. Then the best of K costs about two or three times as much as
-one run, whatever the mean of K (Liu & Talwar 2019; Papernot & Steinke 2022, "Hyperparameter tuning
-with Rényi differential privacy"). The theorems need independent trials of the same kind: each draws
-its settings from one fixed distribution, and not from the results of earlier trials. So a search
-that learns from trial to trial, such as most of Optuna's samplers, has no such price.
+everything except the best run stays secret. Then the best of K costs about two or three times as
+much as one run, for any mean of K (Liu & Talwar 2019; Papernot & Steinke 2022, "Hyperparameter
+tuning with Rényi differential privacy"). The theorems need independent trials of the same kind:
+each draws its settings from one fixed distribution, not from the results of earlier trials. So a
+search that learns from trial to trial, such as most of Optuna's samplers, has no such price.
 """
 
 import math
@@ -47,8 +47,8 @@ def selected_rdp(
         surcharge = mean * np.array([delta_at(math.log1p(1.0 / (a - 1.0))) for a in alpha])
     else:
         log_inverse = -math.log(gamma_of(mean, shape))
-        best = np.min((1.0 - 1.0 / alpha) * rdp + log_inverse / alpha)
-        surcharge = np.full_like(alpha, (1.0 + shape) * best)
+        constant = np.min((1.0 - 1.0 / alpha) * rdp + log_inverse / alpha)
+        surcharge = np.full_like(alpha, (1.0 + shape) * constant)
     total = rdp + surcharge + math.log(mean) / (alpha - 1.0)
     descending = np.argsort(-alpha)
     total[descending] = np.minimum.accumulate(total[descending])
@@ -73,7 +73,7 @@ def _mean(log_gamma: float, shape: float) -> float:
 
 
 def number_of_trials(word: int, mean: float, shape: float | None = None) -> int:
-    """Return the K that a secret word of 512 random bits determines, by inversion.
+    """Return the K determined by a secret word of 512 random bits, by inversion.
 
     Without a shape K is Poisson, and may be 0. The probability of each K has an error of at most
     2⁻⁵¹², so the sum of all errors times e^ε is far below any δ that is priced.
@@ -82,14 +82,14 @@ def number_of_trials(word: int, mean: float, shape: float | None = None) -> int:
     (20, 14)
     """
     with localcontext(prec=_DIGITS):
-        rest, average = (Decimal(word) + Decimal("0.5")) / 2**TRIAL_BITS, Decimal(mean)
+        remaining, average = (Decimal(word) + Decimal("0.5")) / 2**TRIAL_BITS, Decimal(mean)
         gamma, eta = Decimal(1), Decimal(1)
         k, chance = 0, (-average).exp()
         if shape is not None:
             gamma, eta = Decimal(gamma_of(mean, shape)), Decimal(shape)
             k, chance = 1, (1 - gamma) * eta / (gamma**-eta - 1)
-        while rest >= chance:
-            rest -= chance
+        while remaining >= chance:
+            remaining -= chance
             factor = average if shape is None else (1 - gamma) * (k + eta)
             chance *= factor / (k + 1)
             k += 1

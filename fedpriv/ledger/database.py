@@ -27,7 +27,7 @@ Row = Mapping[str, object]  # values by column name
 
 @dataclass(frozen=True)
 class FileFormat:
-    """The format of a SQLite file of fedpriv; files of another kind or version are refused."""
+    """The format of fedpriv's SQLite files of one kind; other kinds and versions are refused."""
 
     kind: str  # name in messages
     application_id: int  # number in the header of every such file
@@ -47,7 +47,7 @@ class Database:
     def __init__(
         self, path: Path, file_format: FileFormat, rows: Mapping[str, Row] | None = None
     ) -> None:
-        """Open a file; if `rows` gives the first row by table, create the file if it is absent."""
+        """Open a file; if `rows` gives the first row of tables, create the file if it is absent."""
         if rows is not None and not path.exists():
             _create(path, file_format, lambda draft: _fill(draft, file_format, rows))
         self.path = path.absolute()
@@ -82,7 +82,7 @@ class Database:
 
     @property
     def inode(self) -> int:
-        """Inode number of the file, which no other file on its disk has while it exists."""
+        """Inode number of the file, unique on its disk while the file exists."""
         return self._file.st_ino
 
     def read(self, sql: str, parameters: Sequence[object] = ()) -> list[sqlite3.Row]:
@@ -92,7 +92,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Write everything inside the context together, or nothing if anything raises."""
+        """Write everything inside the context together, or nothing if it raises."""
         with self._lock:
             try:
                 self.write("BEGIN IMMEDIATE")
@@ -120,7 +120,7 @@ class Database:
                 raise PermissionError(errno.EACCES, "its folder cannot be written to") from None
 
     def copy(self, to: Path, *, without: str | None = None) -> None:
-        """Write a consistent copy of the file, even while it is in use, to a path that is free.
+        """Write a consistent copy of the file, even while it is in use, to a free path.
 
         The copy omits the rows of the table `without`; no file contains them, even temporarily.
         """
@@ -178,7 +178,7 @@ class Database:
             raise LedgerError(
                 f"{self._name} has schema version {version}; this fedpriv reads version {_VERSION}"
             )
-        # With a write-ahead log, charges would be missing from a copy of the file alone.
+        # With a write-ahead log, a copy of the file alone would lack charges.
         if pragma("journal_mode = DELETE") != "delete":
             raise LedgerError(f"{self._name} has a write-ahead log that cannot be ended")
         # EXTRA also syncs the folder: otherwise a crash could restore a deleted journal, and so the
@@ -188,7 +188,7 @@ class Database:
         self._connection.execute("PRAGMA secure_delete = ON")
         *_, result = str(pragma("integrity_check(1)")).splitlines()
         if result != "ok":
-            torn = "is damaged, or a copy that was made while it was written"
+            torn = "is damaged, or was copied while it was written"
             raise LedgerError(f"{self._name} {torn}: {result}")
 
     @contextmanager
@@ -200,7 +200,7 @@ class Database:
 
 
 class InFile:
-    """Base of what is kept in one file, which is closed at the end of a `with`."""
+    """Base class of objects stored in one file, which is closed at the end of a `with`."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -221,7 +221,7 @@ def _create(path: Path, form: FileFormat, fill: Callable[[sqlite3.Connection], o
     if Path(f"{path}-journal").exists():
         # It belongs to a lost file, and SQLite would use it to roll the new file back.
         advice = "restore that file next to it, or move it away"
-        raise LedgerError(f"{path}-journal is left of another {form.kind}; {advice}")
+        raise LedgerError(f"{path}-journal is left over from another {form.kind}; {advice}")
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, form.mode))

@@ -32,14 +32,14 @@ from fedpriv.support.checks import (
 # The most rounds of a schedule and repetitions of an event; floats hold such numbers exactly.
 MOST_REPEATS = 1 << 53
 LEAST_SHARE = 2.0**10  # steps: the smallest standard deviation of a node's share of the noise
-MOST_EXAMPLES = 10**6  # of one user, if examples are sampled: the price has one term per example
+MOST_EXAMPLES = 10**6  # of one user, if examples are sampled; a price has one term per example
 
 
 class SamplingPolicy(StrEnum):
     """The rule that draws the cohort of a round from the enrolled users."""
 
     POISSON = "poisson"  # each user joins independently with the sampling probability
-    EVERY_USER = "every-user"  # all enrolled users are the cohort
+    EVERY_USER = "every-user"  # the cohort is all enrolled users
     # Exactly m of the N enrolled users, all such sets equally likely, drawn afresh each round.
     FIXED_SIZE = "fixed-size"
     # The event is one whole pass of n rounds, each with its own release. Every user is in exactly k
@@ -54,7 +54,7 @@ class SamplingPolicy(StrEnum):
     # t mod b, whose users join it independently with the sampling probability. It is charged in
     # full.
     BANDED_POISSON = "poisson-within-bands"
-    # At most k examples of each user count, always the same ones, and each of them joins
+    # At most k examples of each user count, always the same ones, and each example joins
     # independently with the sampling probability; the cohort consists of examples.
     EXAMPLES = "poisson-examples"
 
@@ -67,21 +67,21 @@ class NeighbouringRelation(StrEnum):
     """The relation between the two populations that an (ε, δ) statement compares."""
 
     ADD_OR_REMOVE_ONE = "add-or-remove-one"  # one population is the other plus one user
-    REPLACE_ONE = "replace-one"  # equally many users, one of them with other data
+    REPLACE_ONE = "replace-one"  # the same number of users, one of them with different data
 
     @property
     def sensitivity(self) -> float:
-        """The farthest that the sum of a cohort can move, in clipping norms."""
+        """The largest distance that the sum of a cohort can move, in clipping norms."""
         # Replacing a user may turn its update from +S to −S.
         return 2.0 if self is NeighbouringRelation.REPLACE_ONE else 1.0
 
 
 class Unit(StrEnum):
-    """Unit of privacy, which is added, removed or replaced; elsewhere "user" means any unit."""
+    """The unit that neighbours add, remove or replace; elsewhere "user" means any unit."""
 
     USER = "user"  # all of a user's data
     EXAMPLE = "example"  # one row
-    MICROBATCH = "microbatch"  # some rows of one user, always the same
+    MICROBATCH = "microbatch"  # some rows of one user, always the same ones
 
 
 EventKind = tuple[SamplingPolicy, NeighbouringRelation]
@@ -118,7 +118,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Projection:
-    """The larger population that a simulation stands for, under Poisson sampling.
+    """The larger population that a simulation represents, under Poisson sampling.
 
     The average of a round gets the noise that it would have with the cohort of that population.
     """
@@ -149,23 +149,23 @@ class SamplingEvent:
     policy: SamplingPolicy
     sampling_probability: float  # q
     population: int  # N ≥ 1, the number of enrolled users, a public constant
-    relation: NeighbouringRelation  # the relation of its accounting
+    relation: NeighbouringRelation  # the relation that its price is for
     # None if the event is one round.
     schedule: Schedule | None = None
     unit: Unit = Unit.USER
     # k in [1, 10⁶], the most examples of a user that count, if examples are sampled; else None.
     examples_per_user: int | None = None
-    # Number of an audit's canaries, fictitious users that are drawn like the N users.
+    # Number of an audit's canaries, fictitious users drawn like the N users.
     canaries: int = 0
-    # Set if the draw simulates that of a larger population. It never changes the price: q, N and
-    # the noise are those of the N users who are there.
+    # Set if the draw simulates a draw from a larger population. It never changes the price: q, N
+    # and the noise are those of the N enrolled users.
     projection: Projection | None = None
 
     def __post_init__(self) -> None:
         hold_numbers(self)
         # Analyses compare by identity, so a string equal to a member becomes the member.
-        named = {"policy": SamplingPolicy, "relation": NeighbouringRelation, "unit": Unit}
-        for name, kind in named.items():
+        enums = {"policy": SamplingPolicy, "relation": NeighbouringRelation, "unit": Unit}
+        for name, kind in enums.items():
             if type(value := getattr(self, name)) is not kind:
                 object.__setattr__(self, name, named_value(kind, name, value))
         check_types(schedule=(self.schedule, Schedule | None))
@@ -175,7 +175,7 @@ class SamplingEvent:
         require(is_whole(n), f"population is {n}; it must be a whole number of at least 1")
         if (policy, self.relation) not in ANALYSED:
             problem = f"{policy} sampling with {self.relation} neighbours has no analysis"
-            raise InvalidValueError(f"{problem}; legal is: {kinds_text(ANALYSED)}")
+            raise InvalidValueError(f"{problem}; allowed: {kinds_text(ANALYSED)}")
         self._check_schedule()
         self._check_examples()
         self._check_canaries()
@@ -223,19 +223,19 @@ class SamplingEvent:
 
     @property
     def growth(self) -> float:
-        """Size of the projected cohort over that of the cohort that is drawn; 1 without one."""
+        """Ratio of the projected cohort's size to the drawn cohort's; 1 without a projection."""
         if (larger := self.projection) is None:
             return 1.0
         return larger.sampling_probability * larger.population / self.expected_cohort_size
 
     def _check_schedule(self) -> None:
         schedule, policy = self.schedule, self.policy
-        needed = policy in (*WITH_STRATEGY, SamplingPolicy.RANDOM_ALLOCATION)
+        has_schedule = policy in (*WITH_STRATEGY, SamplingPolicy.RANDOM_ALLOCATION)
         if schedule is None:
-            require(not needed, f"the schedule is None; {policy} sampling must have one")
+            require(not has_schedule, f"the schedule is None; {policy} sampling must have one")
             return
         one_round = f"{policy} sampling is of one round and must have none"
-        require(needed, f"the schedule is {schedule}; {one_round}")
+        require(has_schedule, f"the schedule is {schedule}; {one_round}")
         k, b = schedule.participations, schedule.separation
         limit = f"with {policy} sampling it must be 1"
         separable = b == 1 or policy in WITH_STRATEGY
@@ -304,16 +304,16 @@ class SumQueryEvent:
     def __post_init__(self) -> None:
         hold_numbers(self)
         norm, stddev, step = self.clipping_norm, self.noise_stddev, self.granularity
-        of, where = f" of group {self.group!r}", f"of group {self.group!r} is"
-        check_ranges(self, of, clipping_norm="(0, inf)", noise_stddev="[0, inf)")
+        suffix, subject = f" of group {self.group!r}", f"of group {self.group!r} is"
+        check_ranges(self, suffix, clipping_norm="(0, inf)", noise_stddev="[0, inf)")
         if step is None:
             return
         # Only positive powers of two have the mantissa ½; NaN, infinity, 0 and negatives do not.
         valid = math.frexp(step)[0] == 0.5 and step <= norm
         limit = f"it must be a power of two up to the clipping_norm {norm}"
-        require(valid, f"granularity {where} {step}; {limit}")
+        require(valid, f"granularity {subject} {step}; {limit}")
         limit = f"clipping_norm {norm} and noise_stddev {stddev} must be finite in its steps"
-        require(max(norm, stddev) / step < math.inf, f"granularity {where} {step}; {limit}")
+        require(max(norm, stddev) / step < math.inf, f"granularity {subject} {step}; {limit}")
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Selection:
-    """A whole search: it releases the best of K trials, but neither the other trials nor K.
+    """A whole search: it releases the best of K trials, and neither the other trials nor K.
 
     K and the kind of each trial, one of `trials`, are drawn independently of the data and of each
     other. The best trial is chosen from the outputs that the trials themselves would have released.
@@ -380,24 +380,24 @@ class SecureSum:
         require(is_whole(n) and n >= 2, f"least_nodes is {n!r}; {limit}")
         valid = type(t) is int and 0 <= t <= n - 2
         require(valid, f"colluding_nodes is {t!r}; of {n} nodes it must be from 0 to {n - 2}")
-        most = n - self.quorum(n)
-        limit = f"of {n} nodes, {t} of which may collude, it must be from 0 to {most}"
-        require(type(d) is int and 0 <= d <= most, f"dropouts is {d!r}; {limit}")
+        maximum = n - self.quorum(n)
+        limit = f"of {n} nodes, {t} of which may collude, it must be from 0 to {maximum}"
+        require(type(d) is int and 0 <= d <= maximum, f"dropouts is {d!r}; {limit}")
 
     def quorum(self, nodes: int) -> int:
-        """Return w = ⌊(n + t)/2⌋ + 1: any two sets of w of n nodes share an honest node."""
+        """Return w = ⌊(n + t)/2⌋ + 1: any two sets of w out of n nodes share an honest node."""
         return (nodes + self.colluding) // 2 + 1
 
     def sharing(self, nodes: int) -> int:
-        """Return n − t − d, the number of nodes whose shares are sure to be in a total."""
+        """Return n − t − d, the least number of honest nodes whose shares are in a total."""
         return nodes - self.colluding - self.dropouts
 
     def __str__(self) -> str:
         plural = "" if self.colluding == 1 else "s"
-        others = f" and any {self.colluding} node{plural}" if self.colluding else ""
+        colluders = f" and any {self.colluding} node{plural}" if self.colluding else ""
         return (
             f"for users of honest nodes, of at least {self.nodes} nodes, this holds for everything "
-            f"that the server{others} saw, under X25519, AES-256, HKDF-SHA256 and the nodes' "
+            f"that the server{colluders} saw, under X25519, AES-256, HKDF-SHA256 and the nodes' "
             "signatures, at δ + δ′ with δ′ below 1e-300"
         )
 
@@ -409,7 +409,7 @@ class RoundEvent:
     The strategy is the first column (c_0, c_1, …) of the lower triangular Toeplitz matrix C that
     correlates noise over the rounds of a series: if X are the sums of its n rounds and Z is fresh
     noise as in `SumQueryEvent`, the release is C⁻¹(C·X + Z). Missing coefficients are 0; within
-    bands there are at most b. (1,) is fresh noise in every round, the only legal strategy of
+    bands there are at most b. (1,) is fresh noise in every round, the only allowed strategy of
     policies outside `WITH_STRATEGY`.
     """
 
@@ -451,7 +451,7 @@ class RoundEvent:
         limit = f"it must have from 1 to the {schedule.rounds} of the schedule's rounds"
         require(1 <= len(strategy) <= schedule.rounds, f"{problem}; {limit}")
         b, banded = schedule.separation, policy is SamplingPolicy.BANDED_POISSON
-        limit = f"with {policy} sampling it must have at most as many as groups, {b}"
+        limit = f"with {policy} sampling it must have at most one per group, {b}"
         require(len(strategy) <= b or not banded, f"{problem}; {limit}")
         limit = "its first coefficient must be positive and all must be finite"
         valid = strategy[0] > 0.0 and all(map(math.isfinite, strategy))
@@ -464,24 +464,24 @@ class RoundEvent:
         require(sampling.policy in coins and not sampling.canaries, policy)
         require(sampling.unit is Unit.USER, f"unit is {sampling.unit}; {limit} {Unit.USER}")
         for query in self.queries:
-            least = LEAST_SHARE * math.sqrt(sharing)
+            minimum = LEAST_SHARE * math.sqrt(sharing)
             steps = query.noise_stddev / (query.granularity or math.inf)
             noise = f"the noise of group {query.group!r} is {text_down(steps)} steps"
-            require(steps >= least, f"{noise}; {limit} at least {text_up(least)}")
+            require(steps >= minimum, f"{noise}; {limit} at least {text_up(minimum)}")
 
     def _check_selection(self, selection: Selection) -> None:
         kind = self.sampling.policy, self.sampling.relation
         limit = (SamplingPolicy.POISSON, NeighbouringRelation.ADD_OR_REMOVE_ONE)
-        sentence = f"a selection has {kinds_text([kind])}; legal is: {kinds_text([limit])}"
+        sentence = f"a selection has {kinds_text([kind])}; allowed: {kinds_text([limit])}"
         require(kind == limit, sentence)
-        first, z = selection.trials[0], self.noise_multiplier
-        same = self.sampling.sampling_probability == first.sampling_probability
-        same = same and math.isclose(z, first.noise_multiplier, rel_tol=2.0**-40)
-        require(same, f"the round of a selection has z = {z}; it must be one of its first trial")
+        trial, z = selection.trials[0], self.noise_multiplier
+        matches = self.sampling.sampling_probability == trial.sampling_probability
+        matches = matches and math.isclose(z, trial.noise_multiplier, rel_tol=2.0**-40)
+        require(matches, f"the round of a selection has z = {z}; it must be one of its first trial")
 
     @property
     def as_if(self) -> "RoundEvent":
-        """The event that this one would be for the projected population; itself without one."""
+        """This event for the projected population; the event itself without a projection."""
         if (larger := self.sampling.projection) is None:
             return self
         growth = self.sampling.growth
@@ -491,7 +491,7 @@ class RoundEvent:
 
     @property
     def cost(self) -> tuple[object, ...]:
-        """All that a price depends on, but for `count`: not the split of noise among queries."""
+        """Everything that determines a price, except `count`; the split of noise does not."""
         return tuple((vars(self) | {"queries": self.noise_multiplier, "count": 1}).values())
 
     @property
@@ -524,7 +524,7 @@ def check_query(noise_multiplier: object, sampling_probability: object) -> None:
     check_range("sampling_probability", sampling_probability, "(0, 1]")
 
 
-# Smaller δ are refused: doubles lose such probabilities, so no price distinguishes them from 0.
+# Smaller δ are refused: doubles lose such probabilities, so a price cannot tell them from 0.
 LEAST_DELTA = 1e-60
 
 
@@ -533,7 +533,7 @@ def check_delta(delta: float) -> None:
     number = plain_numbers(delta, "delta")
     valid = isinstance(number, int | float) and 0.0 < number < 1.0
     require(valid, f"delta is {delta!r}; it must be in (0, 1)")
-    smallest = f"no accountant tells it from 0 below {LEAST_DELTA:g}"
+    smallest = f"below {LEAST_DELTA:g} no accountant can tell it from 0"
     require(delta >= LEAST_DELTA, f"delta is {delta}; {smallest}")
 
 
@@ -544,7 +544,7 @@ class PrivacyBudget:
     epsilon: float  # ε > 0, the limit; inf if only δ and the record matter
     delta: float  # δ in [1e-60, 1)
     # Returns an upper bound on the ε of events together at a δ, as `Accountant.upper_epsilon`;
-    # +inf if no finite ε holds. It may depend on nothing but each event's `cost` and `count`.
+    # +inf if no finite ε holds. It may depend only on each event's `cost` and `count`.
     price: Callable[[Sequence[RoundEvent], float], float]
 
     def __post_init__(self) -> None:

@@ -149,8 +149,8 @@ class ProposedCharge:
         require(0 <= self.part < parts, f"part {self.part}; {limit}")
         names_charge = self.series is not None and self.series >= 1
         limit = "parts after the first, and only those, must name the charge that paid"
-        fits = self.series is None if self.part == 0 else names_charge
-        require(fits, f"part {self.part} has series {self.series}; {limit}")
+        series_fits = self.series is None if self.part == 0 else names_charge
+        require(series_fits, f"part {self.part} has series {self.series}; {limit}")
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class ChargedRow:
 
     @property
     def pays(self) -> bool:
-        """Whether this row charges its event, rather than an earlier round of the same series."""
+        """True if this row charges its event, False if an earlier round of the series did."""
         return self.series is None
 
     @cached_property
@@ -273,7 +273,7 @@ class OpenSeries:
 
 
 class SeriesBook:
-    """The unfinished series of rounds in a chain, updated row by row with `follow`.
+    """The unfinished series of rounds in a chain; `follow` adds the next row.
 
     Guarantees:
         * a part belongs to the run that paid, follows the part before it and occurs once;
@@ -287,7 +287,7 @@ class SeriesBook:
             self.follow(row)
 
     def last_of(self, run: str) -> OpenSeries | None:
-        """Return the series a run paid for last, or None if all of its rounds were charged."""
+        """Return the last series that a run paid for, or None if all its rounds were charged."""
         return self._open.get(self._last.get(run, 0))
 
     def event_of(self, series: object) -> RoundEvent:
@@ -355,9 +355,9 @@ class Ledger(InFile):
         super().__init__(database)
         self._lock = threading.RLock()
         try:
-            first = self._only_row("first text", "SELECT text, hash FROM chain WHERE position = 0")
-            self._genesis = Genesis.parse(str(first["text"]))
-            if self._genesis.head.hash != first["hash"]:
+            row = self._only_row("first text", "SELECT text, hash FROM chain WHERE position = 0")
+            self._genesis = Genesis.parse(str(row["text"]))
+            if self._genesis.head.hash != row["hash"]:
                 raise LedgerError("the text that identifies the ledger was changed")
         except LedgerError:
             database.close()
@@ -365,13 +365,13 @@ class Ledger(InFile):
         self.ledger_id = self._genesis.ledger_id
         self.population_name = self._genesis.population
         self._counted_head = self._genesis.head  # `_counts` and `_series` include it
-        # The first event of each cost is counted for all: with adaptive clipping norms the events
-        # of a run differ, and a price of each by itself would make rounds ever slower.
+        # The first event of each cost stands for all of that cost: with adaptive clipping norms the
+        # events of a run differ, and pricing each one would make rounds ever slower.
         self._counts = Counter[RoundEvent]()
         self._first: dict[object, RoundEvent] = {}  # by its cost
         self._series = SeriesBook()
         self._randomness = Randomness.OPERATING_SYSTEM
-        self._price: tuple[object, float] = (None, 0.0)  # the key of the last price, and the price
+        self._price: tuple[object, float] = (None, 0.0)  # the last request, and its price
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -382,14 +382,14 @@ class Ledger(InFile):
     def open_or_create(cls, path: Path, population: str) -> Self:
         """Open the ledger of a population, or create it if there is no file."""
         genesis = Genesis(secrets.token_hex(16), population, _now().date().isoformat())
-        first = {"position": 0, "text": genesis.text, "hash": genesis.head.hash}
-        rows = {"chain": first, "head": asdict(genesis.head)}
+        first_row = {"position": 0, "text": genesis.text, "hash": genesis.head.hash}
+        rows = {"chain": first_row, "head": asdict(genesis.head)}
         ledger = cls(Database(path, LEDGER, rows))
         if ledger.population_name != population:
             ledger.close()
             raise LedgerError(
                 f"ledger {path} is of population {ledger.population_name!r}, not {population!r}; "
-                "a population that succeeds it must say so, as data.succeeds or Population.succeeds"
+                "a population that succeeds it must say so in data.succeeds or Population.succeeds"
             )
         return ledger
 
@@ -439,30 +439,30 @@ class Ledger(InFile):
             if event is not None:
                 self._refuse_mixture(event)
                 counts = counts + Counter({self._first.get(event.cost, event): event.count})
-            # A round asks before it starts, when it is charged and when it is reported.
+            # A round asks before it starts, when it is charged, and when it is reported.
             if self._price[0] != request:
                 self._price = request, budget.price(repeated(counts), budget.delta)
             return self._price[1]
 
     def _refuse_mixture(self, event: RoundEvent) -> None:
-        """Refuse a projection among other charges, and the reverse: their ε is not comparable."""
-        first = next(iter(self._counts), event)  # all charges are of one kind
-        if (first.sampling.projection is None) != (event.sampling.projection is None):
-            held = "projections to larger populations, or other rounds"
-            raise LedgerError(f"a ledger holds {held}, but not both; this one holds the others")
+        """Refuse to mix projections with other charges, since their ε are not comparable."""
+        first_event = next(iter(self._counts), event)  # all charges are of one kind
+        if (first_event.sampling.projection is None) != (event.sampling.projection is None):
+            contents = "either projections to larger populations or other rounds"
+            raise LedgerError(f"a ledger holds {contents}, not both; this one holds the other kind")
 
     def charges(self) -> Iterator[ChargedRow]:
         """Yield all charges, in the order in which they were made, each checked."""
         yield from self._walk(self._genesis.head, self.head, SeriesBook())
 
     def open_series(self, run: str) -> OpenSeries | None:
-        """Return the series of rounds a run paid for last, or None if it is finished."""
+        """Return the last series of rounds that a run paid for, or None if it is finished."""
         with self._lock:
             self._catch_up()
             return self._series.last_of(run)
 
     def spent(self) -> list[RoundEvent]:
-        """Return all charged events, those of one cost as the first of them, in that order."""
+        """Return all charged events in order; those of equal cost count as repeats of the first."""
         with self._lock:
             self._catch_up()
             return list(repeated(self._counts))
@@ -496,7 +496,7 @@ class Ledger(InFile):
         return [row["hash"] for row in rows] == [head.hash]
 
     def verify(self, record: ParticipationRecord | None = None, head: Head | None = None) -> None:
-        """Check every charge, every cohort if `record` is given, and that the file only grows.
+        """Check all charges, all cohorts if `record` is given, and that the file only grows.
 
         Raises LedgerError. Without a head that was stored elsewhere, this does not detect a ledger
         that was set back or rewritten at its end.
@@ -515,19 +515,19 @@ class Ledger(InFile):
     def since(self, head: Head | None) -> tuple[int, Iterator[str]] | None:
         """Return the export after a head, or all of it: its length in characters, and its pieces.
 
-        Iteration reads the pieces from the file without checks. Returns None if the ledger never
-        had the head.
+        The pieces are read from the file during iteration, without checks. Returns None if the
+        ledger never had the head.
         """
         if head is not None and not self.contains_head(head):
             return None
         last, begin = self.head, -1 if head is None else head.count
-        within = "FROM chain WHERE position > ? AND position <= ?"
-        size = self.database.read(f"SELECT total(length(text) + 1) {within}", (begin, last.count))
+        source = "FROM chain WHERE position > ? AND position <= ?"
+        size = self.database.read(f"SELECT total(length(text) + 1) {source}", (begin, last.count))
 
         def read() -> Iterator[str]:
             for start in range(begin, last.count, _ROWS_AT_ONCE):
                 place = start, min(start + _ROWS_AT_ONCE, last.count)
-                sql = f"SELECT text {within} ORDER BY position"
+                sql = f"SELECT text {source} ORDER BY position"
                 yield "".join(f"{row['text']}\n" for row in self.database.read(sql, place))
             yield f"{last.line}\n"
 
@@ -596,7 +596,7 @@ class ExportedLedger:
 
     @classmethod
     def read(cls, lines: Iterable[str], known: Self | None = None) -> Self:
-        """Read an export with any content; a LedgerError names the first wrong line.
+        """Read an untrusted export; a LedgerError names the first wrong line.
 
         If `known` is given, the lines are those after its head, and the result contains both.
 
@@ -605,7 +605,7 @@ class ExportedLedger:
               ledger, with or without a line feed at its end; no line is missing and none follows;
             * every charge is one that a ledger accepts, and no attempt is charged twice.
         """
-        numbered, number, ended = enumerate(lines, 1), 0, False
+        numbered, number, at_end = enumerate(lines, 1), 0, False
         try:
             if known is None:
                 number, line = next(numbered, (1, ""))
@@ -617,10 +617,10 @@ class ExportedLedger:
             series = SeriesBook(rows)
             for number, line in numbered:  # noqa: B007 - errors name it
                 text = _checked(line)
-                if ended:
+                if at_end:
                     raise LedgerError("there is more after the head")
                 if text == last.line:
-                    ended = True
+                    at_end = True
                 elif text.startswith('{"head"'):
                     raise LedgerError(f"the head is not {last.count} charges, hash {last.hash}")
                 else:
@@ -631,7 +631,7 @@ class ExportedLedger:
                     last = row.head
                     # To save memory, drop the cached text and share equal events.
                     rows.append(replace(row, event=events.setdefault(row.event, row.event)))
-            if not ended:
+            if not at_end:
                 number += 1
                 raise LedgerError(f"charge {last.count + 1} is missing, or the head")
         except LedgerError as error:
@@ -663,12 +663,12 @@ class ExportedLedger:
         return head == self.rows[head.count - 1].head
 
     def verify(self, record: ParticipationRecord | None = None, head: Head | None = None) -> None:
-        """Check every cohort in `record` and a head that was stored elsewhere, unlike `read`."""
+        """Check what `read` does not: all cohorts in `record`, and a head stored elsewhere."""
         _check(self.first, self.rows, record, head)
 
 
 def _reason(error: Exception) -> str:
-    """Describe a malformed text in a sentence that never contains Python's own message."""
+    """Return a sentence on a malformed text, without Python's own message."""
     if isinstance(error, FedprivError):
         return str(error)
     if isinstance(error, json.JSONDecodeError | RecursionError):
@@ -705,8 +705,8 @@ def next_row(last: Head, text: str, series: SeriesBook) -> ChargedRow:
     if row.position != number:
         raise LedgerError(f"charge {number} is missing: {row} is in its place")
     if row.previous_hash != last.hash:
-        before = f"charge {last.count}" if last.count else "the text that identifies the ledger"
-        raise LedgerError(f"{row} does not follow {before}: one of them was replaced")
+        parent = f"charge {last.count}" if last.count else "the text that identifies the ledger"
+        raise LedgerError(f"{row} does not follow {parent}: one of them was replaced")
     series.follow(row)
     return row
 
@@ -714,14 +714,14 @@ def next_row(last: Head, text: str, series: SeriesBook) -> ChargedRow:
 def _check_readable(row: ChargedRow, book: SeriesBook) -> None:
     """Refuse a row that could not be read back exactly: no charge could follow it."""
     try:
-        same = _row(json.loads(_checked(row.text)), book) == row
+        is_equal = _row(json.loads(_checked(row.text)), book) == row
     except _MALFORMED as error:
         raise InvalidValueError(f"no ledger can hold {row}: {_reason(error)}") from error
-    require(same, f"no ledger can hold {row}: it would be read back as another")
+    require(is_equal, f"no ledger can hold {row}: it would be read back as another")
 
 
 def _row(fields: dict[str, Any], book: SeriesBook) -> ChargedRow:
-    """Build a charge from JSON fields; raises whatever its constructors raise."""
+    """Build a charge from JSON fields; raises the errors of its constructors."""
     series, part = fields.pop("series", None), fields.pop("part", 0)
     event = _event(fields) if series is None else book.event_of(series)
     randomness = Randomness(fields.pop("randomness"))
@@ -765,29 +765,29 @@ def _check(
     """
     recorded = None if record is None else record.ledger_head
     heads = [item for item in (head, recorded) if item is not None]
-    seen, series = {first} & set(heads), dict[int, _Participations]()
+    seen_heads, series = {first} & set(heads), dict[int, _Participations]()
     for row in charges:
-        seen |= {item for item in heads if item.count == row.position and item == row.head}
+        seen_heads |= {item for item in heads if item.count == row.position and item == row.head}
         attempt, sampling = (row.run, row.round, row.attempt), row.event.sampling
         try:
             if record is not None:
                 users = record.confirm(row.cohort_commitment, attempt, sampling.places)
                 if (schedule := sampling.schedule) is not None:
                     payment = row.position if row.series is None else row.series
-                    joined = series.pop(payment, None) or _Participations(sampling, schedule)
-                    joined.add(users, row.part)
+                    counts = series.pop(payment, None) or _Participations(sampling, schedule)
+                    counts.add(users, row.part)
                     if row.part + 1 < schedule.rounds:
-                        series[payment] = joined
+                        series[payment] = counts
         except LedgerError as error:
             raise LedgerError(f"{row}: {error}") from error
     for item in heads:
-        if item not in seen:
+        if item not in seen_heads:
             never = f"the ledger never had the head of {item.count} charges with hash {item.hash}"
             raise LedgerError(f"{never}: it is another ledger, or was set back or rewritten")
 
 
 class _Participations:
-    """The number of participations and the last round of each user in a series so far."""
+    """Each user's number of participations and last round in a series so far."""
 
     def __init__(self, sampling: SamplingEvent, schedule: Schedule) -> None:
         self._schedule = schedule

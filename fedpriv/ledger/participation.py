@@ -1,4 +1,4 @@
-"""The participation record: it holds the cohorts, apart from the ledger, secret and never exported.
+"""The participation record: the cohorts, kept secret and apart from the ledger, never exported.
 
 The ledger holds only a commitment to each cohort: SHA-256 over a salt of 32 random bytes and the
 cohort. The commitment binds the server to the cohort and, without the salt, reveals nothing.
@@ -63,7 +63,7 @@ _FORMAT = FileFormat("participation record", 0x66707077, _SCHEMA, 0o600)
 
 @dataclass(frozen=True)
 class Head:
-    """A point in the chain of a ledger: the number of charges and the digest of the last text."""
+    """A point in a ledger's chain: the number of charges and the digest of the last text."""
 
     count: int
     hash: str
@@ -75,7 +75,7 @@ class Head:
 
 
 def record_path(ledger: Path) -> Path:
-    """Return the path of a ledger's participation record; two ledgers in a folder never share one.
+    """Return the path of a ledger's participation record; no two ledgers in a folder share one.
 
     All symbolic links to a ledger give the same path.
     """
@@ -87,7 +87,7 @@ def record_path(ledger: Path) -> Path:
 
 
 class ParticipationRecord(InFile):
-    """A SQLite file of cohorts, readable and writable by its owner alone.
+    """A SQLite file of cohorts that only its owner can read and write.
 
     Guarantees:
         * a cohort is durable when `record` returns its commitment;
@@ -126,11 +126,11 @@ class ParticipationRecord(InFile):
         and the noise. The record stores it, so that an interrupted series can continue, and deletes
         the keys of the run's other series, which are over.
         """
-        at = run, index(round_number), index(attempt)
+        attempt_id = run, index(round_number), index(attempt)
         cohort = _ascending(users)
         salt = secrets.token_bytes(_SALT_BYTES)
-        commitment = _commitment(salt, at, cohort)
-        row = (commitment, *at, salt, zlib.compress(cohort.tobytes(), level=1))
+        commitment = _commitment(salt, attempt_id, cohort)
+        row = (commitment, *attempt_id, salt, zlib.compress(cohort.tobytes(), level=1))
         with self.database.transaction():
             self.database.write("INSERT INTO participation VALUES (?, ?, ?, ?, ?, ?)", row)
             if terms is not None:
@@ -171,7 +171,8 @@ class ParticipationRecord(InFile):
     def series_key(self, commitment: str) -> bytes | None:
         """Return the key of the series whose first cohort has this commitment, or None.
 
-        It is also None if the file is a copy, such as in a copied folder, or the key was changed.
+        It is also None if the file is a copy, for example in a copied folder, or if the key was
+        changed.
         """
         sql = "SELECT key, bound FROM series WHERE commitment = ?"
         rows = self.database.read(sql, (commitment,))
@@ -191,7 +192,7 @@ class ParticipationRecord(InFile):
         return int(self.database.read(sql, (run, index(round_number)))[0]["next"] or 0)
 
     def drawn(self, run: str) -> list[tuple[int, int, str, str]]:
-        """Return round, attempt, commitment and terms of each attempt that may lack its charge."""
+        """Return round, attempt, commitment and terms of each attempt that may lack a charge."""
         sql = """SELECT round, attempt, commitment, terms
         FROM drawn JOIN participation USING (commitment) WHERE drawn.run = ? ORDER BY 1, 2"""
         return [tuple(row) for row in self.database.read(sql, (run,))]
@@ -206,10 +207,10 @@ class ParticipationRecord(InFile):
         return self._cohort_of(commitment)[1]
 
     def confirm(self, commitment: str, attempt: Attempt, population: int) -> Users:
-        """Return the cohort of an attempt; LedgerError if it is absent or not of the population."""
+        """Return an attempt's cohort; LedgerError if it is absent or outside the population."""
         recorded, users = self._cohort_of(commitment)
         if recorded != attempt:
-            raise LedgerError("its cohort is of run {}, round {}, attempt {}".format(*recorded))
+            raise LedgerError("its cohort is from run {}, round {}, attempt {}".format(*recorded))
         if (users >= population).any():
             raise LedgerError(f"its cohort has user {users[-1]} of a population of {population}")
         return users

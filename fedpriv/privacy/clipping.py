@@ -34,7 +34,7 @@ BlocksOf = Callable[[str], Iterable[npt.NDArray[np.floating]]]
 
 MOST_IN_BLOCK = 2**16  # this many float64 numbers fit in a processor's caches
 MOST_WEIGHT = 2**31
-UNCLIPPED = "unclipped"  # name of the indicator's tensor and of its vector group
+UNCLIPPED = "unclipped"  # name of the indicator's tensor and vector group
 COARSE = ~((1 << 29) - 1)  # mask that keeps the first 24 bits of a float64 significand
 _BLOCK = 2**13  # numbers per block when squares are summed
 
@@ -181,12 +181,12 @@ class Clipping:
         """Slices of each group in the vector [D], by group name; adjacent tensors share a slice."""
         spans = {}
         for group in self.groups:
-            joined: list[slice] = []
+            group_slices: list[slice] = []
             for piece in (self.layout.slices[tensor] for tensor in group.tensors):
-                follows = joined and joined[-1].stop == piece.start
-                start = joined.pop().start if follows else piece.start
-                joined.append(slice(start, piece.stop))
-            spans[group.name] = tuple(joined)
+                adjacent = group_slices and group_slices[-1].stop == piece.start
+                start = group_slices.pop().start if adjacent else piece.start
+                group_slices.append(slice(start, piece.stop))
+            spans[group.name] = tuple(group_slices)
         return spans
 
     def in_units(self, vector: FloatVector | IntegerVector) -> FloatVector:
@@ -229,7 +229,7 @@ class Clipping:
         sums of up to 2^28 rows are exact in float64. Rows [C, D] are contiguous and in the order of
         the layout, the indicator is overwritten, and weights m [C] are from 0 to c.
         """
-        within: dict[str, Flags] = {}
+        unclipped: dict[str, Flags] = {}
         sound = np.ones(len(rows), np.bool_)
         for group in self.sent:
             for tensor, scale in zip(group.tensors, group.scales, strict=True):
@@ -238,11 +238,11 @@ class Clipping:
                         rows[:, self.layout.slices[tensor]] /= scale
             weighting = (weights, self.weight_cap) if group.name in self.weighted else None
             pieces = [rows[:, span] for span in self.spans[group.name]]
-            within[group.name], group_sound = clip_vectors(pieces, group.clipping_norm, weighting)
-            sound &= group_sound
+            unclipped[group.name], is_sound = clip_vectors(pieces, group.clipping_norm, weighting)
+            sound &= is_sound
         if self.indicator is not None:
             step = self.indicator.group.granularity
-            flags = np.stack([within[name] for name in self.indicator.groups], axis=1)
+            flags = np.stack([unclipped[name] for name in self.indicator.groups], axis=1)
             rows[:, self.layout.slices[self.indicator.tensor]] = (flags - 0.5) / step
         if not sound.all():
             rows[~sound] = 0.0
@@ -254,49 +254,49 @@ class Clipping:
         user's tensors, as long as the whole numbers in `total` stay below 2^53.
         """
         memory = np.empty(MOST_IN_BLOCK)
-        factors, within = dict[str, float](), dict[str, bool]()
+        factors, unclipped = dict[str, float](), dict[str, bool]()
         shares = {group.name: 1.0 for group in self.sent}
         shares |= dict.fromkeys(self.weighted, weight / self.weight_cap)
         with np.errstate(over="ignore", invalid="ignore"):
             for group in self.sent:
                 blocks = (block for _, block in self._blocks(group, blocks_of, memory))
                 squares = np.array([sum(float(np.dot(block, block)) for block in blocks)])
-                norms, of_group = _factors(squares, group.clipping_norm, shares[group.name])
+                norms, group_factors = _factors(squares, group.clipping_norm, shares[group.name])
                 if not np.isfinite(norms[0]):
                     return
-                factors[group.name] = float(of_group[0])
-                within[group.name] = bool(norms[0] <= math.sqrt(group.squared_bound))
+                factors[group.name] = float(group_factors[0])
+                unclipped[group.name] = bool(norms[0] <= math.sqrt(group.squared_bound))
         sound, cap = True, self.weight_cap
         for group in self.sent:
             factor, squared = factors[group.name], 0.0
-            for place, block in self._blocks(group, blocks_of, memory):
+            for span, block in self._blocks(group, blocks_of, memory):
                 np.trunc(np.multiply(block, factor, out=block), out=block)
                 squared += float(np.dot(block, block))
-                total[place] += block
+                total[span] += block
             units = weight if group.name in self.weighted else cap
             sound = sound and squared <= float(units * units * group.squared_bound // cap**2)
         if not sound:  # subtract the same numbers again, which is exact
             for group in self.sent:
-                for place, block in self._blocks(group, blocks_of, memory):
-                    total[place] -= np.trunc(np.multiply(block, factors[group.name], out=block))
+                for span, block in self._blocks(group, blocks_of, memory):
+                    total[span] -= np.trunc(np.multiply(block, factors[group.name], out=block))
         elif self.indicator is not None:
-            halves = np.array([within[name] for name in self.indicator.groups]) - 0.5
-            place = self.layout.slices[self.indicator.tensor]
-            total[place] += halves / self.indicator.group.granularity
+            halves = np.array([unclipped[name] for name in self.indicator.groups]) - 0.5
+            span = self.layout.slices[self.indicator.tensor]
+            total[span] += halves / self.indicator.group.granularity
 
     def _blocks(
         self, group: VectorGroup, blocks_of: BlocksOf, memory: FloatVector
     ) -> Iterator[tuple[slice, FloatVector]]:
         """Yield the slice of each block of a group, and its scaled numbers in `memory`."""
         for tensor, scale in zip(group.tensors, group.scales, strict=True):
-            first = self.layout.slices[tensor].start
+            start = self.layout.slices[tensor].start
             for numbers in blocks_of(tensor):
                 block = memory[: len(numbers)]
                 np.copyto(block, numbers)
                 if scale != 1.0:
                     block /= scale
-                yield slice(first, first + len(numbers)), block
-                first += len(numbers)
+                yield slice(start, start + len(numbers)), block
+                start += len(numbers)
 
     def admits(self, total: IntegerVector, users: int, weight: int) -> bool:
         """Return whether `total` can be the sum of contributions of this many users and weight.

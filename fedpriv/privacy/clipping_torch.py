@@ -46,7 +46,7 @@ class BatchedTensor(Protocol):
 Updates = Mapping[str, BatchedTensor]
 """Unclipped updates of the users of a chunk: tensor name → float32 [C, *shape]."""
 
-# How many float64 numbers are clipped at a time. Fetching numbers that have left a processor's
+# Number of float64 numbers clipped at a time. Fetching numbers that have left a processor's
 # caches costs more than the arithmetic; a GPU needs more numbers to be busy.
 _NUMBERS = 2**20
 _NUMBERS_CUDA = 2**26
@@ -56,8 +56,8 @@ _PASSED_ON = 2**16  # up to this many bytes CUDA sends pageable memory along wit
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the tensor on a device; a copy to a GPU is asynchronous."""
-    large = tensor.nbytes > _PASSED_ON
-    if large and device.type == "cuda" and tensor.device.type == "cpu":
+    is_large = tensor.nbytes > _PASSED_ON
+    if is_large and device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
@@ -105,8 +105,8 @@ def add_contributions(
 def _blocks_of(updates: Updates, user: int, name: str) -> Iterator[npt.NDArray[np.float32]]:
     """Yield the numbers of one user's tensor, block by block."""
     numbers = updates[name][user : user + 1].reshape(-1).numpy()
-    for first in range(0, len(numbers), MOST_IN_BLOCK):
-        yield numbers[first : first + MOST_IN_BLOCK]
+    for start in range(0, len(numbers), MOST_IN_BLOCK):
+        yield numbers[start : start + MOST_IN_BLOCK]
 
 
 def lane_weights(clipping: Clipping, weights: npt.NDArray[np.int64], lanes: int) -> torch.Tensor:
@@ -152,8 +152,8 @@ def _add_contributions(
 ) -> None:
     """Add the contributions of some lanes; each tensor except the indicator is [c, n]."""
     slices, device = clipping.layout.slices, total.device
-    present, *of_weights = per_lane
-    sound, within, clipped, rows = present > 0.0, TorchTensors(), [], iter(of_weights)
+    has_user, *weight_rows = per_lane
+    sound, unclipped, clipped, rows = has_user > 0.0, TorchTensors(), [], iter(weight_rows)
     for group in clipping.sent:
         limits, shares = float(group.squared_bound), 1.0
         if group.name in clipping.weighted:
@@ -167,21 +167,21 @@ def _add_contributions(
         norms = kernels.squares(pieces).sqrt_() / group.granularity
         factors = _factors(norms, group, shares)
         group_sound = (norms < math.inf) & (kernels.squares(pieces, factors) <= limits)
-        within[group.name] = norms <= math.sqrt(group.squared_bound)
+        unclipped[group.name] = norms <= math.sqrt(group.squared_bound)
         sound &= group_sound
         clipped += [
             (total[slices[n]], p, factors) for n, p in zip(group.tensors, pieces, strict=True)
         ]
-    for place, piece, factors in clipped:
-        kernels.add_whole(place, piece, factors, sound)
+    for target, piece, factors in clipped:
+        kernels.add_whole(target, piece, factors, sound)
     if clipping.indicator is not None:
-        halves = torch.where(sound[:, None], _halves(clipping.indicator, within), 0.0)
+        halves = torch.where(sound[:, None], _halves(clipping.indicator, unclipped), 0.0)
         total[slices[clipping.indicator.tensor]] += halves.sum(0).to(torch.int64)
 
 
-def _halves(indicator: Indicator, within: TorchTensors) -> torch.Tensor:
+def _halves(indicator: Indicator, unclipped: TorchTensors) -> torch.Tensor:
     """Return the indicator in steps from masks of the unclipped groups: [c, groups]."""
-    flags = torch.stack([within[name] for name in indicator.groups], 1).double()
+    flags = torch.stack([unclipped[name] for name in indicator.groups], 1).double()
     return (flags - 0.5) / indicator.group.granularity
 
 
@@ -211,7 +211,7 @@ def kernels_on(device: torch.device) -> ModuleType | None:
 
 def clip_rows(rows: torch.Tensor, clipping: Clipping, weights: npt.NDArray[np.int64]) -> None:
     """Do what `Clipping.clip_rows` does, in torch: in place, without waiting for a device."""
-    within: dict[str, torch.Tensor] = {}
+    unclipped: dict[str, torch.Tensor] = {}
     sound = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
     per_lane = iter(to_device(lane_weights(clipping, weights, len(rows))[1:], rows.device))
     for group in clipping.sent:
@@ -223,11 +223,11 @@ def clip_rows(rows: torch.Tensor, clipping: Clipping, weights: npt.NDArray[np.in
         if group.name in clipping.weighted:
             limits, shares = next(per_lane), next(per_lane)
         pieces = [rows[:, span] for span in clipping.spans[group.name]]
-        within[group.name], group_sound = _clip_group(pieces, group, shares, limits)
+        unclipped[group.name], group_sound = _clip_group(pieces, group, shares, limits)
         sound &= group_sound
     if clipping.indicator is not None:
-        place = clipping.layout.slices[clipping.indicator.tensor]
-        rows[:, place] = _halves(clipping.indicator, within)
+        span = clipping.layout.slices[clipping.indicator.tensor]
+        rows[:, span] = _halves(clipping.indicator, unclipped)
     rows.masked_fill_(~sound[:, None], 0.0)
 
 
@@ -237,10 +237,10 @@ def _clip_group(
     shares: float | torch.Tensor,
     limits: float | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clip as `fedpriv.privacy.clipping.clip_vectors` and return masks: within norm, sound.
+    """Clip like `fedpriv.privacy.clipping.clip_vectors` and return masks: within norm, sound.
 
-    Unlike it, this does not zero unsound rows. `shares` are the weights m/c and `limits` bound the
-    sums of squares: one for each row, [c], or one for all.
+    Unlike that function, it does not zero unsound rows. `shares` are the weights m/c and `limits`
+    bound the sums of squares: one for each row, [c], or one for all.
     """
     step, root = group.granularity, math.sqrt(group.squared_bound)
     norms = torch.linalg.vector_norm(_norms(pieces), dim=0) / step
@@ -272,18 +272,18 @@ def rows_of(
     memory = torch.empty((size, width), dtype=torch.float64, device=device)
     for start in range(0, users, size):
         # The number of copied lanes is independent of the number of users: factors are multiplied
-        # in one shape, so that a user's bits do not depend on how many others there are.
+        # in one shape, so that a user's bits do not depend on the number of other users.
         copied = slice(start, min(start + size, lanes))
         rows = memory[: copied.stop - start, : layout.dimension]
         for name, shape in zip(layout.names, layout.shapes, strict=True):
             if name != indicator:
-                place = rows[:, layout.slices[name]].view(len(rows), *shape)
-                place.copy_(updates[name][copied])
+                target = rows[:, layout.slices[name]].view(len(rows), *shape)
+                target.copy_(updates[name][copied])
         yield slice(start, min(copied.stop, users)), rows[: users - start]
 
 
 def _batch_size(lanes: int, layout: Layout, device: torch.device) -> int:
-    """Return how many lanes to clip at a time, so that batches are as equal as possible."""
+    """Return the number of lanes to clip at a time; it makes batches as equal as possible."""
     numbers = _NUMBERS_CUDA if device.type == "cuda" else _NUMBERS
     largest = max(1, numbers // max(1, layout.dimension))
     return -(-lanes // -(-lanes // largest))
@@ -296,9 +296,9 @@ def _norms(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
 def _squares(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return each row's sum of squared whole numbers, exactly up to 2^50.
 
-    If the true sum is above 2^50, the result is above 2^50 too. Squares of rounded
-    roots are off by less than a half, so rounding gives the exact squares. This takes a third of
-    the time of a product and its sum.
+    If the true sum is above 2^50, the result is above 2^50 too. Squares of rounded roots are off by
+    less than a half, so rounding gives the exact squares. This takes a third of the time of a
+    product and its sum.
     """
     return _norms(pieces).square_().round_().sum(0)
 

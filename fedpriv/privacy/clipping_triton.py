@@ -1,8 +1,8 @@
 """The clipping of `fedpriv.privacy.clipping` as Triton kernels; Triton comes with torch for CUDA.
 
 torch takes ten passes over the numbers in float64. The kernels read them in float32 three times:
-for the norms, for the squares of the whole numbers, which tell which rows are too long and become
-zero, and for the sum of the whole numbers.
+for the norms, for the squares of the whole numbers, which show the rows that are too long and
+become zero, and for the sum of the whole numbers.
 """
 
 from collections.abc import Sequence
@@ -52,8 +52,8 @@ def _squares_kernel(
 @triton.jit
 def _row_kernel(sums, squares, pieces, width: tl.constexpr):
     """Add the partial sums of a row."""
-    row, places = tl.program_id(0), tl.arange(0, width)
-    part_sums = tl.load(sums + row * pieces + places, mask=places < pieces, other=0.0)
+    row, positions = tl.program_id(0), tl.arange(0, width)
+    part_sums = tl.load(sums + row * pieces + positions, mask=positions < pieces, other=0.0)
     tl.store(squares + row, tl.sum(part_sums, 0))
 
 
@@ -72,20 +72,20 @@ def _sum_kernel(
     turns: tl.constexpr,
 ):
     """Add the whole numbers of some sound rows to a total; exact, so the order is irrelevant."""
-    places = tl.program_id(0) * columns + tl.arange(0, columns)
-    added = tl.zeros([rows, columns], tl.int64)
+    positions = tl.program_id(0) * columns + tl.arange(0, columns)
+    sums = tl.zeros([rows, columns], tl.int64)
     for turn in range(turns):
         row = (tl.program_id(1) * turns + turn) * rows + tl.arange(0, rows)
         counts = tl.load(sound + row, mask=row < users, other=0) != 0
         factor = tl.load(factors + row, mask=row < users, other=0.0)
-        addresses = numbers + row.to(tl.int64)[:, None] * n + places[None, :]
-        mask = counts[:, None] & (places < n)[None, :]
+        addresses = numbers + row.to(tl.int64)[:, None] * n + positions[None, :]
+        mask = counts[:, None] & (positions < n)[None, :]
         number = tl.load(addresses, mask=mask, other=0.0).to(tl.float64)
         if scaled:
             number = number / tl.load(scale)
         # The same operations as in `_squares_kernel`, so that the numbers added are those bounded.
-        added += tl.where(mask, (number * factor[:, None]).to(tl.int64), 0)
-    tl.atomic_add(total + places, tl.sum(added, 0), mask=places < n)
+        sums += tl.where(mask, (number * factor[:, None]).to(tl.int64), 0)
+    tl.atomic_add(total + positions, tl.sum(sums, 0), mask=positions < n)
 
 
 def squares(pieces: Sequence[Piece], factors: torch.Tensor | None = None) -> torch.Tensor:
@@ -95,16 +95,16 @@ def squares(pieces: Sequence[Piece], factors: torch.Tensor | None = None) -> tor
     to 2^53.
     """
     parts = [triton.cdiv(numbers.shape[1], _BLOCK * _TURNS) for numbers, _ in pieces]
-    first, _ = pieces[0]
-    users, count = len(first), max(1, sum(parts))
-    sums = first.new_zeros((users, count), dtype=torch.float64)
+    numbers_of_first, _ = pieces[0]
+    users, count = len(numbers_of_first), max(1, sum(parts))
+    sums = numbers_of_first.new_zeros((users, count), dtype=torch.float64)
     for (numbers, scale), part, end in zip(pieces, parts, accumulate(parts), strict=True):
         if part:
             _squares_kernel[users, part](
                 numbers, factors, scale, sums[:, end - part :], count, numbers.shape[1],
                 scale is not None, factors is not None, _BLOCK, _TURNS,
             )  # fmt: skip
-    result = first.new_empty(users, dtype=torch.float64)
+    result = numbers_of_first.new_empty(users, dtype=torch.float64)
     _row_kernel[(users,)](sums, result, count, triton.next_power_of_2(count))
     return result
 
@@ -117,8 +117,8 @@ def add_whole(
     users, n = numbers.shape
     if n:
         tiles = triton.cdiv(n, _COLUMNS)
-        needed = max(1, tiles * users // (_ROWS * _PROGRAMS))
-        turns = min(triton.next_power_of_2(needed), _TURNS_OF_ROWS)
+        min_turns = max(1, tiles * users // (_ROWS * _PROGRAMS))
+        turns = min(triton.next_power_of_2(min_turns), _TURNS_OF_ROWS)
         _sum_kernel[tiles, triton.cdiv(users, _ROWS * turns)](
             numbers, factors, scale, sound, total, users, n,
             scale is not None, _COLUMNS, _ROWS, turns,

@@ -79,7 +79,7 @@ _BITS = 20
 COEFFICIENT_STEP = 2.0**-_BITS
 """Coefficients of a banded strategy are whole multiples of this."""
 
-_MAX_DEVIATIONS = 32.0  # no normal is ever expected to exceed this many standard deviations
+_MAX_DEVIATIONS = 32.0  # bound on normals, in standard deviations
 _UNIT_ROUNDOFF = 2.0**-53
 _COLUMN_UNIT = 1 << 128
 _CHUNK = 1 << 14  # components; a few vectors of this length fit in a core's cache
@@ -105,7 +105,7 @@ class BandedStrategy:
 
     @property
     def vectors_kept(self) -> int:
-        """The most vectors a state holds, with 8 bytes for each of d components."""
+        """Maximum number of vectors in a state, with 8 bytes for each of d components."""
         return len(self.column(len(self.coefficients))) - 1
 
     def column(self, rounds: int) -> tuple[float, ...]:
@@ -176,7 +176,7 @@ class BufferedStrategy:
 
     def __post_init__(self) -> None:
         d, w = len(self.decays), len(self.weights)
-        limit = "there must be equally many, and at least one"
+        limit = "their numbers must be equal, and at least 1"
         require(d == w > 0, f"{d} decays are given and {w} weights; {limit}")
         for decay in self.decays:
             require(0.0 <= decay < 1.0, f"a decay is {decay}; it must be in [0, 1)")
@@ -259,7 +259,7 @@ class NoiseState:
 
 @dataclass(frozen=True)
 class CorrelatedNoise:
-    """The noise N_t of all rounds of a series for one vector group, a function of keys alone.
+    """The noise N_t of all rounds of a series for one vector group, a function of keys only.
 
     Each round has one key and one sum. If anything about a round may have been released, the round
     must not be repeated, with its own key or another; the series continues with the next round.
@@ -280,7 +280,7 @@ class CorrelatedNoise:
 
     @property
     def sensitivity_inflation(self) -> float:
-        """2r·√(n·d), which arithmetic adds to the L2 sensitivity of C·X, in steps; 0 for bands.
+        """2r·√(n·d), what arithmetic adds to the L2 sensitivity of C·X, in steps; 0 for bands.
 
         It may instead be added to √B, the bound on one contribution in steps, before √B is
         multiplied by the strategy's sensitivity, since that is at least c_0 = 1.
@@ -326,7 +326,7 @@ class CorrelatedNoise:
         vectors = [noise, *(() if isinstance(self.strategy, BandedStrategy) else memory)]
         for vector, bound in zip(vectors, self._bounds, strict=True):
             if not max(vector.max(), -vector.min()) <= bound:
-                raise NoiseError(f"noise is beyond {bound:.6g} steps, the bound that it must keep")
+                raise NoiseError(f"noise exceeds its bound of {bound:.6g} steps")
 
 
 def _rounded_up(units: int) -> float:

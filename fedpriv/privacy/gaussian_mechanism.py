@@ -119,7 +119,7 @@ def rounded_noise(
 ) -> IntegerVector:
     """Return noise K in steps, int64 [D], with the exact law of a rounded normal, by component.
 
-    `key_of` gives a fresh key by the name of a vector group, for this draw alone; `stddevs` are in
+    `key_of` returns a fresh key for a vector group's name, for this draw only; `stddevs` are in
     steps, one for each group.
     """
     stddev_of = dict(zip((group.name for group in clipping.groups), stddevs, strict=True))
@@ -131,10 +131,10 @@ def _in_place(clipping: Clipping, vector_of: Callable[[str], IntegerVector]) -> 
     """Return the vectors of all groups [d_g] in the places of their tensors: [D]."""
     vector = np.empty(clipping.layout.dimension, np.int64)
     for group in clipping.groups:
-        rest = vector_of(group.name)
+        numbers = vector_of(group.name)
         for span in clipping.spans[group.name]:
             size = span.stop - span.start
-            vector[span], rest = rest[:size], rest[size:]
+            vector[span], numbers = numbers[:size], numbers[size:]
     return vector
 
 
@@ -195,7 +195,7 @@ class GaussianQuery:
 
     @cached_property
     def events(self) -> tuple[SumQueryEvent, ...]:
-        """The events one release is charged as, one per group."""
+        """The events charged for one release, one per group."""
         bounds = sensitivities(self.clipping, self._least_weight)
         if self.slack:
             bounds = tuple(map(_upper_sum, bounds, self.slack))
@@ -234,7 +234,7 @@ class GaussianQuery:
         weight: int = 0,
         correlated: Mapping[str, IntegerVector] | None = None,
     ) -> tuple[FloatVector, tuple[SumQueryEvent, ...]]:
-        """Return the noised average [D], in units of the users' tensors, and the events it costs.
+        """Return the noised average [D], in units of the users' tensors, and the events to charge.
 
         Only `fedpriv.privacy.round.release` may call this: it holds the charge. `total` is the sum
         of the cohort's contributions in steps, int64 [D], and `weight` is the sum of its users'
@@ -281,7 +281,7 @@ class GaussianQuery:
 
         The latter moves by at most 2·S_g plus rounding. Let ‖A‖ ≤ S·B, and add one user (w·c, w)
         with ‖c‖ ≤ S and w ≤ 1. If B + w ≤ m, it moves by w·c. If B ≥ m, it moves by
-        m·(w·c·B − w·A)/(B·(B + w)), at most 2·S·w·m/(B + w) ≤ 2·S. If m lies between, it moves by
+        m·(w·c·B − w·A)/(B·(B + w)), at most 2·S·w·m/(B + w) ≤ 2·S. If m is between, it moves by
         A·(m/(B + w) − 1) + w·c·m/(B + w), of norm at most S·B·(B + w − m)/(B + w) + S·w ≤
         S·B·w/(B + w) + S·w ≤ 2·S.
         """
@@ -360,11 +360,11 @@ class GaussianMechanism:
             )
         slacks = self.query.slack or (0.0,) * len(self.clipping.groups)
         stddevs, rounds = self.query.noise_stddevs, self.sampling.rounds
-        needs = _slacks(self.clipping, stddevs, self.strategy, rounds)
-        for needed, slack in zip(needs, slacks, strict=True):
-            if needed > slack:
+        min_slacks = _slacks(self.clipping, stddevs, self.strategy, rounds)
+        for minimum, slack in zip(min_slacks, slacks, strict=True):
+            if minimum > slack:
                 raise InvalidValueError(
-                    f"slack is {slack}; the arithmetic of this noise needs {needed}"
+                    f"slack is {slack}; the arithmetic of this noise needs {minimum}"
                 )
 
     @classmethod
@@ -382,8 +382,8 @@ class GaussianMechanism:
 
         The denominators are the expected size and weight of a cohort. `shares` are the ω_g > 0 of
         the vector groups and sum to 1. With a strategy, z refers to the fresh noise of each round.
-        Of a projection, z is that of a round of the projected population, whose cohort is larger;
-        the noise of a sum over the smaller cohort is smaller by the same factor.
+        For a projection, z applies to a round of the projected population, whose cohort is larger;
+        the noise on the sum of the smaller cohort is smaller by the same factor.
         """
         noise_multiplier /= sampling.event().growth
         expected = sampling.expected_cohort_size
@@ -398,8 +398,8 @@ class GaussianMechanism:
         if strategy == INDEPENDENT:
             return cls(sampling, query, secure_sum=secure_sum)
         # More noise needs more slack, but by far less than the margin of 2^-10.
-        needed = _slacks(clipping, stddevs, strategy, sampling.rounds)
-        slack = tuple(extra * (1.0 + 2.0**-10) for extra in needed) if any(needed) else ()
+        min_slacks = _slacks(clipping, stddevs, strategy, sampling.rounds)
+        slack = tuple(extra * (1.0 + 2.0**-10) for extra in min_slacks) if any(min_slacks) else ()
         if slack:
             stddevs = noise_stddevs(tuple(map(_upper_sum, bounds, slack)), noise_multiplier, shares)
         query = replace(query, noise_stddevs=stddevs, slack=slack)
@@ -412,7 +412,7 @@ class GaussianMechanism:
 
     @cached_property
     def event(self) -> RoundEvent:
-        """The event that a round or a series of rounds is charged as; known before the first."""
+        """The event charged for a round or a series of rounds; known before the first round."""
         column = self.strategy.column(self.sampling.rounds)
         return RoundEvent(
             self.sampling.event(), self.query.events, strategy=column, secure_sum=self.secure_sum
@@ -422,15 +422,15 @@ class GaussianMechanism:
     def noise_growth(self) -> float:
         """Ratio of noise in a release to fresh noise, ‖row of C⁻¹‖ ≥ 1; 1 for independent noise.
 
-        It is that of the last round of a series; earlier rounds have a smaller one. If nodes add
-        the noise, it is that of a round in which no node drops out: √(n/(n − t − d)).
+        It applies to the last round of a series; earlier rounds have smaller ratios. If nodes add
+        the noise, it applies to a round without dropouts: √(n/(n − t − d)).
         """
         if (secure := self.secure_sum) is not None:
             return math.sqrt(secure.nodes / secure.sharing(secure.nodes))
         return float(np.linalg.norm(self.strategy.responses(self.sampling.rounds)[0]))
 
     def admits(self, noised: IntegerVector, nodes: int) -> bool:
-        """Return whether a noised sum [D] of `nodes` honest nodes can be so long.
+        """Return whether a noised sum [D] of `nodes` honest nodes can be this long.
 
         The server cannot see how long one node's sum is. If all are honest, this is false with
         probability below 1e-12: the noise of d components of standard deviation s is at most
@@ -446,7 +446,7 @@ class GaussianMechanism:
             root = math.sqrt(group.dimension(clipping.layout))
             share = stddev / group.granularity / math.sqrt(sharing)
             noise = share * math.sqrt(nodes) * (root + math.sqrt(2.0 * _RARE))
-            # Each node rounds once, to a step, or to more of which its share has `LEAST_SHARE`.
+            # Each node rounds once, to steps or to coarse steps of up to share/LEAST_SHARE steps.
             noise += nodes * root * max(1.0, share / LEAST_SHARE)
             if length > users * math.sqrt(group.squared_bound) + noise:
                 return False
@@ -516,7 +516,7 @@ class Metric:
                 f"metric {self.name!r} has centre {self.centre} and options {self.options}; they "
                 "must be finite"
             )
-        _ = self.group  # raises if the radius is not a legal clipping norm
+        _ = self.group  # raises if the radius is not a valid clipping norm
 
     @property
     def tensor(self) -> str:
@@ -530,9 +530,9 @@ class Metric:
 
 
 # A user whose update counts adds 1. A dropped or absent user is the zero vector, here as in all
-# groups, and adds 0. So one user moves the sum by at most 1, the radius, and exactly so, since 1 is
-# a whole number of steps. The round releases this count over the constant expected cohort size. The
-# fraction of drawn users would be a ratio to the size of the cohort, which is secret too. Adding +½
-# for a counted and −½ for a dropped user would halve the noise, but then a broken update would have
-# to add something, and an absent node would count as half of its users.
+# groups, and adds 0. So one user moves the sum by at most 1, the radius, and the bound is exact,
+# since 1 is a whole number of steps. The round releases this count over the constant expected
+# cohort size. The fraction of drawn users would be a ratio to the size of the cohort, which is
+# secret too. Adding +½ for a counted and −½ for a dropped user would halve the noise, but a broken
+# update would then have to add something, and an absent node would count as half of its users.
 CONTRIBUTORS = Metric("contributors")

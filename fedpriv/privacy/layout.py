@@ -23,7 +23,7 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 Tensors = Mapping[str, npt.NDArray[np.generic]]
 Parts = Mapping[str, tuple[str, ...]]  # the tensor names of each part, by part name
 
-SMALLEST_CLIPPING_NORM, LARGEST_CLIPPING_NORM = 1e-30, 1e30  # within float32's range
+SMALLEST_CLIPPING_NORM, LARGEST_CLIPPING_NORM = 1e-30, 1e30  # in float32's range
 NO_CLIPPING = 2.0**26  # clips nothing that trains, in the steps of norm 1; only without noise
 _BITS = 24  # a clipping norm has this many bits in steps: the precision of float32
 
@@ -78,8 +78,8 @@ class Layout:
         Raises InvalidValueError if a name, shape or dtype differs from the layout.
         """
         if set(tensors) != set(self.names):
-            wrong = sorted(set(tensors) ^ set(self.names))
-            raise InvalidValueError(f"tensors {wrong} are missing or unknown; legal: {self.names}")
+            names = sorted(set(tensors) ^ set(self.names))
+            raise InvalidValueError(f"tensors {names} are missing or unknown; known: {self.names}")
         vector = np.empty(self.dimension)
         for name, view in self.unflatten(vector).items():
             tensor = np.asarray(tensors[name])
@@ -136,8 +136,8 @@ class VectorGroup:
         hold_plain_numbers(self)
         if not self.tensors:
             raise InvalidValueError(f"group {self.name!r} has no tensors; it must have one")
-        legal = f"[{SMALLEST_CLIPPING_NORM}, {LARGEST_CLIPPING_NORM}]"
-        check_range(f"clipping_norm of group {self.name!r}", self.clipping_norm, legal)
+        norm_range = f"[{SMALLEST_CLIPPING_NORM}, {LARGEST_CLIPPING_NORM}]"
+        check_range(f"clipping_norm of group {self.name!r}", self.clipping_norm, norm_range)
         if len(self.scales) != len(self.tensors):
             raise InvalidValueError(
                 f"group {self.name!r} has {len(self.scales)} scales for {len(self.tensors)} "
@@ -201,10 +201,7 @@ def joint(
 def per_layer(
     layout: Layout, parts: Parts, clipping_norms: Mapping[str, float]
 ) -> tuple[VectorGroup, ...]:
-    """Return one group per part, each with its own clipping norm.
-
-    `layers` gives parts.
-    """
+    """Return one group per part, such as the parts from `layers`, each with a clipping norm."""
     check_names("clipping norms and parts", clipping_norms, parts)
     groups = tuple(
         VectorGroup(name, tensors, clipping_norms[name], (1.0,) * len(tensors))
@@ -227,8 +224,8 @@ def layers(layout: Layout) -> dict[str, tuple[str, ...]]:
     return by_layer
 
 
-def check_names(what: str, given: Mapping[str, object], wanted: Iterable[str]) -> None:
-    """Raise InvalidValueError unless the keys of `given` are exactly the wanted names."""
-    unexpected = sorted(set(given) ^ set(wanted))
+def check_names(what: str, values: Mapping[str, object], names: Iterable[str]) -> None:
+    """Raise InvalidValueError unless the keys of `values` are exactly these names."""
+    unexpected = sorted(set(values) ^ set(names))
     if unexpected:
-        raise InvalidValueError(f"{what} differ in {unexpected}; each of {list(wanted)} needs one")
+        raise InvalidValueError(f"{what} differ in {unexpected}; each of {list(names)} needs one")

@@ -167,7 +167,7 @@ def rounded_gaussian(
 
     * each integer k has exactly the probability Φ((k + ½)/σ) − Φ((k − ½)/σ), at any distance from
       0; with an offset o, it has that of k − o;
-    * the integers depend on key, stddev and offsets alone and are the same on every processor;
+    * the integers depend only on key, stddev and offsets, and are the same on every processor;
     * the first m integers are the same for every count ≥ m and do not depend on the block size.
 
     A normal that the error band leaves undecided costs as much as thousands of others. This affects
@@ -196,16 +196,16 @@ def rounded_gaussian(
         normals, radii = _box_muller(uniforms)
         normals *= stddev
         if offsets is not None:
-            added = offsets[start : start + _BLOCK]
-            normals[: added.size] += added
+            block_offsets = offsets[start : start + _BLOCK]
+            normals[: block_offsets.size] += block_offsets
         nearest = np.rint(normals)
         block[:] = nearest
         normals -= nearest
-        for place in _undecided(normals, radii, uniforms, stddev, offset_band):
-            pair, at = place - place % 2, start + place
+        for index in _undecided(normals, radii, uniforms, stddev, offset_band):
+            pair, position = index - index % 2, start + index
             first, second = (int(word) for word in uniforms[pair : pair + 2])
-            offset = 0.0 if offsets is None or at >= count else float(offsets[at])
-            block[place] = _exactly(key, start + pair, (first, second), place % 2, stddev, offset)
+            offset = 0.0 if offsets is None or position >= count else float(offsets[position])
+            block[index] = _exactly(key, start + pair, (first, second), index % 2, stddev, offset)
     return rounded[:count]
 
 
@@ -235,7 +235,7 @@ def _box_muller(uniforms: NDArray[np.uint64]) -> tuple[NDArray[np.float64], NDAr
 
 
 def _undecided(
-    off: NDArray[np.float64],
+    distances: NDArray[np.float64],
     radii: NDArray[np.float64],
     uniforms: NDArray[np.uint64],
     stddev: float,
@@ -243,29 +243,29 @@ def _undecided(
 ) -> list[int]:
     """Return the indices of normals whose band may contain the midpoint between two integers.
 
-    `off` [n] is the distance of each normal from its nearest integer, `radii` [n/2] are the radii
-    of the pairs before scaling by σ, and `uniforms` [n] are the words the normals come from.
+    `distances` [n] of normals to their nearest integers are overwritten, `radii` [n/2] are the
+    radii of the pairs before scaling by σ, and `uniforms` [n] are the words of the normals.
     """
     if stddev == 0.0:
         return []
-    pairs = np.abs(off, out=off).reshape(-1, 2)
+    pairs = np.abs(distances, out=distances).reshape(-1, 2)
     undecided = pairs >= 0.5 - (stddev * _BAND + offset_band)
     # These comparisons are written so that NaN, which no word gives, counts as undecided.
-    small = ~(radii >= _LEAST_RADIUS)
+    is_small = ~(radii >= _LEAST_RADIUS)
     with np.errstate(divide="ignore"):  # R is -0 if float64 rounds u to 1
-        bands = stddev * (_BAND + _BAND_BY_RADIUS / np.abs(radii[small])) + offset_band
-    undecided[small] = ~(pairs[small] < 0.5 - bands[:, np.newaxis])
+        bands = stddev * (_BAND + _BAND_BY_RADIUS / np.abs(radii[is_small])) + offset_band
+    undecided[is_small] = ~(pairs[is_small] < 0.5 - bands[:, np.newaxis])
     undecided[uniforms[0::2] < np.uint64(_LEAST_WORD)] = True
     return np.flatnonzero(undecided).tolist()
 
 
 def _exactly(
-    key: bytes, number: int, pair: tuple[int, int], which: int, stddev: float, offset: float
+    key: bytes, number: int, pair: tuple[int, int], component: int, stddev: float, offset: float
 ) -> int:
     """Return one normal of a pair, rounded with its offset, from as many bits as needed.
 
     The words in `pair` are the first bits of u and of θ/2π; `number` is the index of the first word
-    in its stream. `which` is 0 for the cosine and 1 for the sine.
+    in its stream. `component` is 0 for the cosine and 1 for the sine.
     """
     first, second = pair
     turn = second - (1 << 64) if second >= 1 << 63 else second
@@ -274,18 +274,18 @@ def _exactly(
         u, angle = (
             (head << 8 * size)
             + int.from_bytes(
-                keystream(key, size, stream=_MORE_BITS, start=at * _MORE_BYTES).tobytes(), "big"
+                keystream(key, size, stream=_MORE_BITS, start=i * _MORE_BYTES).tobytes(), "big"
             )
-            for at, head in ((number, first), (number + 1, turn))
+            for i, head in ((number, first), (number + 1, turn))
         )
-        low, high = _enclosed(u, angle, 64 + 8 * size, which, stddev, offset)
+        low, high = _enclosed(u, angle, 64 + 8 * size, component, stddev, offset)
         if low == high:
             return low
         size *= 2
 
 
 def _enclosed(
-    u: int, turn: int, bits: int, which: int, stddev: float, offset: float
+    u: int, turn: int, bits: int, component: int, stddev: float, offset: float
 ) -> tuple[int, int]:
     """Return both rounded ends of the interval of normal plus offset over all unread bits.
 
@@ -298,7 +298,7 @@ def _enclosed(
     radius = libmp.mpi_sqrt(libmp.mpi_mul(_exact(-2.0), logarithm, precision), precision)
     two_pi = libmp.mpi_mul(_exact(2.0), _pi(precision), precision)
     angle = libmp.mpi_mul(two_pi, _between(turn, bits), precision)
-    unit = libmp.mpi_cos_sin(angle, precision)[which]
+    unit = libmp.mpi_cos_sin(angle, precision)[component]
     scaled = libmp.mpi_mul(libmp.mpi_mul(radius, unit, precision), _exact(stddev), precision)
     shifted = libmp.mpi_add(scaled, _exact(offset), precision)
     low, high = libmp.mpi_add(shifted, _exact(0.5), precision)

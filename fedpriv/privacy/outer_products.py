@@ -46,10 +46,10 @@ def outer_product_sum(rows: FloatMatrix, offsets: npt.NDArray[np.int64]) -> Inte
     # user moves the sum by its own a, because nothing else in the sum depends on that user.
     users = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
 
-    def squares(of: FloatMatrix) -> FloatVector:
+    def squares(numbers: FloatMatrix) -> FloatVector:
         """Return the sum of squares of each user's numbers, row after row: [U]."""
-        added = np.bincount(users, np.vecdot(of, of), minlength=len(offsets) - 1)
-        return added.astype(np.float64, copy=False)
+        sums = np.bincount(users, np.vecdot(numbers, numbers), minlength=len(offsets) - 1)
+        return sums.astype(np.float64, copy=False)
 
     with np.errstate(over="ignore", invalid="ignore"):
         traces = squares(rows)

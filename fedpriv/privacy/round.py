@@ -50,7 +50,7 @@ class RoundAttempt:
     run: str
     round: int  # from 1
     attempt: int  # from 0
-    first: bool = False  # whether the run made the first charge of its ledger
+    first: bool = False  # True if the run made the first charge of its ledger
 
     def purpose(self, stream: str) -> str:
         """Return the purpose of a draw from a stream: "sampling", "noise", "series" or "local".
@@ -114,7 +114,7 @@ class SeriesDraws:
 
 @dataclass(frozen=True)
 class Draws:
-    """Draws the cohort and the noise of one round, each once."""
+    """Draws one round's cohort and noise, each once."""
 
     entropy: Entropy  # keys of an event of one round, and of independent noise
     series_draws: SeriesDraws | None = None  # set if the event spans several rounds
@@ -176,9 +176,9 @@ def _valid(partials: Iterable[PartialSum], clipping: Clipping, users: int) -> It
     for partial in partials:
         repeated = partial.node in senders
         senders.add(partial.node)
-        fits = 0 <= partial.users <= users - contributed
-        weighs = 0 <= partial.weight <= partial.users * clipping.weight_cap
-        valid = not repeated and fits and weighs
+        users_fit = 0 <= partial.users <= users - contributed
+        weight_fits = 0 <= partial.weight <= partial.users * clipping.weight_cap
+        valid = not repeated and users_fit and weight_fits
         if not valid or not clipping.admits(partial.total, partial.users, partial.weight):
             # A node's name may identify its only user, and who was drawn is secret.
             _log.warning("a partial sum counts as zero: it is not valid")
@@ -189,7 +189,7 @@ def _valid(partials: Iterable[PartialSum], clipping: Clipping, users: int) -> It
 
 @dataclass(frozen=True)
 class _Terms:
-    """How an attempt is charged, as in `ProposedCharge`; known before its cohort is drawn."""
+    """Terms of an attempt's charge, as in `ProposedCharge`; known before its cohort is drawn."""
 
     event: RoundEvent
     randomness: Randomness
@@ -247,11 +247,11 @@ class PrivacyRecords:
                     f"participation record {participation} is missing; restore it from a backup"
                 )
             with ParticipationRecord.open_or_create(participation) as record:
-                seen = record.ledger_head
-                if seen is not None and not opened.contains_head(seen):
+                seen_head = record.ledger_head
+                if seen_head is not None and not opened.contains_head(seen_head):
                     raise LedgerError(
                         f"ledger {ledger} lacks charges that {participation} has seen, up to head "
-                        f"{seen.count}:{seen.hash}: it was set back or replaced"
+                        f"{seen_head.count}:{seen_head.hash}: it was set back or replaced"
                     )
                 record.keep_head(opened.head)
                 yield cls(opened, record, budget)
@@ -267,14 +267,14 @@ class PrivacyRecords:
     def charge(self, proposed: ProposedCharge) -> Charge:
         """Charge an attempt within the budget, and record the ledger's new head."""
         charge = with_room(lambda: self.ledger.charge(proposed, self.budget))
-        charged = proposed.cohort_commitment
-        with_room(lambda: self.participation.keep_head(self.ledger.head, charged))
+        commitment = proposed.cohort_commitment
+        with_room(lambda: self.participation.keep_head(self.ledger.head, commitment))
         return charge
 
     def settle(self, run: str) -> None:
         """Charge attempts that the run drew but did not charge, for example because it was killed.
 
-        Raises BudgetExceededError if other runs have spent the budget that this takes: the run is
+        Raises BudgetExceededError if other runs have spent the budget that this needs: the run is
         over.
         """
         for number, attempt, commitment, text in self.participation.drawn(run):
@@ -394,18 +394,18 @@ def private_round(
     draws = draws or records.new_draws(mechanism, at, entropy)
     terms = _Terms(event, entropy.randomness, draws.part, draws.series)
     place, record = (run, number, at.attempt), records.participation.record
-    commitment, kept = None, (draws.new_series_key, terms.text)
+    commitment, series_and_terms = None, (draws.new_series_key, terms.text)
     try:
         users = draw_cohort(mechanism, at, draws)
-        commitment = with_room(lambda: record(*place, users, *kept))
+        commitment = with_room(lambda: record(*place, users, *series_and_terms))
         cohort = add_up(collect(at, users), mechanism.clipping, users.size)
     finally:  # charge after every exception
-        commitment = commitment or with_room(lambda: record(*place, _NOBODY, *kept))
+        commitment = commitment or with_room(lambda: record(*place, _NOBODY, *series_and_terms))
         charge = records.charge(terms.charge(place, commitment))
     at = replace(at, first=records.is_first(run))  # another run may have charged first meanwhile
     average = release(mechanism, at, cohort, charge, draws)
     if 1 < mechanism.sampling.rounds == draws.part + 1:
-        with_room(lambda: records.participation.forget_series(run))  # it is over
+        with_room(lambda: records.participation.forget_series(run))  # the series is over
     return Release(at.attempt, average, charge.hash, draws.part)
 
 
@@ -429,7 +429,7 @@ def release(
     LedgerError and releases nothing if it is not a receipt, if it is for a different run, round,
     attempt, event or part, or if it was used before.
     """
-    charged = _redeemed(charge, mechanism, at, draws.part)
+    charged_event = _redeemed(charge, mechanism, at, draws.part)
     source, purpose = draws.noise(at)
     series = draws.series_draws
     correlated = None if series is None else series.correlated_noise(draws.part, charge.payment)
@@ -437,15 +437,15 @@ def release(
         cohort.total, source, purpose, cohort.weight, correlated
     )
     realised = replace(mechanism.event, queries=queries)
-    if realised != charged:
-        raise LedgerError(f"the event realised is {realised}, not the one charged, {charged}")
+    if realised != charged_event:
+        raise LedgerError(f"the event realised is {realised}, not the one charged, {charged_event}")
     return average
 
 
 def _redeemed(
     charge: Charge, mechanism: GaussianMechanism, at: RoundAttempt, part: int
 ) -> RoundEvent:
-    """Use up the receipt of a release and return its event; LedgerError if it is for another."""
+    """Use up the receipt of a release and return its event; LedgerError if they do not match."""
     if not isinstance(charge, Charge):
         raise LedgerError(f"a release needs a charge of the ledger, not {charge!r}")
     if (charge.run, charge.round, charge.attempt) != (at.run, at.round, at.attempt):
@@ -463,7 +463,7 @@ def _redeemed(
 
 @dataclass(frozen=True)
 class OpenedSum:
-    """The noised sum of a round, which its nodes have opened."""
+    """The noised sum of a round, opened by its nodes."""
 
     total: IntegerVector  # [D], in steps of each group's granularity
     nodes: int  # number of nodes whose sums and shares of the noise are in it
@@ -486,7 +486,7 @@ def secure_round(
     """Run a round whose nodes draw their users and add the noise; None: the attempt is void.
 
     Sensitivity is that of `GaussianQuery.noised_average`. The noise is the sum of the nodes'
-    rounded shares, of which honest nodes contribute at least n − t − d: `fedpriv.secure_sums`.
+    rounded shares; honest nodes contribute at least n − t − d of them: `fedpriv.secure_sums`.
 
     Guarantees:
 
@@ -518,7 +518,7 @@ def secure_round(
     if not mechanism.admits(opened.total, opened.nodes):
         _log.error(
             "attempt %d at round %d of run %r is void: its sum is longer than honest nodes can "
-            "make it, so that a node lies",
+            "make it, so a node lied",
             *place[::-1],
         )
         return None

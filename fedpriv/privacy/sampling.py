@@ -43,7 +43,7 @@ class Sampling(ABC):
 
     @abstractmethod
     def event(self) -> SamplingEvent:
-        """Return the event that its draws are accounted as."""
+        """Return the event that its draws are priced as."""
 
     @abstractmethod
     def draw(self, key: bytes) -> tuple[Users, ...]:
@@ -89,12 +89,12 @@ class PoissonSampling(Sampling):
 
     Guarantees, for an observer who does not know the key and cannot tell AES-256 from random bits:
 
-    * the probability to join is exactly the float64 sampling_probability, for every legal value
+    * the probability to join is exactly the float64 sampling_probability, for every valid value
       down to the smallest subnormal (2^-1074): the price matches the draw;
     * users join independently of each other and of draws with other keys;
     * the cohort depends on the key, the population and the probability only, and is the same on
       every machine, since all arithmetic is on integers;
-    * an empty cohort is a legal cohort.
+    * an empty cohort is valid.
     """
 
     population: int  # N ≥ 1, the number of enrolled users, a public constant
@@ -138,10 +138,10 @@ class PoissonSampling(Sampling):
 
 
 def drawn_users(event: SamplingEvent, users: int, key: bytes) -> Users:
-    """Return those of a node's users whom its own coins draw, by the law of a round's event.
+    """Return the users that a node's own coins draw, ascending, by the law of a round's event.
 
-    `users` is their number, and the result holds ascending numbers below it. Since all users join
-    independently, the nodes' draws together have the law of one draw from all users.
+    `users` is the number of the node's users, and the result holds positions below it. Since all
+    users join independently, the nodes' draws together have the law of one draw from all users.
     """
     if event.policy is SamplingPolicy.EVERY_USER or not users:
         return np.arange(users)
@@ -152,7 +152,7 @@ def drawn_users(event: SamplingEvent, users: int, key: bytes) -> Users:
 
 @dataclass(frozen=True)
 class ExampleSampling(Sampling):
-    """Each of up to k examples of a user joins the cohort independently with the same probability.
+    """Each of a user's up to k examples joins the cohort independently with the same probability.
 
     A user has k places. A place without an example is empty and contributes zero if it is drawn. So
     the number of places and the denominator are public constants: places are numbered from 0 to
@@ -242,8 +242,8 @@ class FixedSizeSampling(Sampling):
         count = 2 * size + 64
         while values.size < size:  # all sets of this many distinct values are equally likely
             batch = uniform_below(n, key, count)
-            first = np.sort(np.unique(batch, return_index=True)[1])
-            values, count = batch[first][:size], 2 * count
+            first_indices = np.sort(np.unique(batch, return_index=True)[1])
+            values, count = batch[first_indices][:size], 2 * count
         chosen = np.zeros(n, np.bool_)
         chosen[values] = True
         return (np.flatnonzero(chosen == (size == m)),)
@@ -305,13 +305,13 @@ class RandomAllocationSampling(Sampling):
         turn, add a uniform value up to j, or j itself if that value is already in the set.
         """
         n, k, users = self.pass_rounds, self.participations, self.population
-        taken = np.empty((k, users), np.int64)
+        chosen = np.empty((k, users), np.int64)
         for i, j in enumerate(range(n - k, n)):
             value = uniform_below(j + 1, key, users, stream=i)
-            repeated = (taken[:i] == value).any(axis=0)
-            taken[i] = np.where(repeated, j, value)
-        order = np.argsort(taken, axis=None, kind="stable")
-        ends = np.searchsorted(taken.ravel()[order], np.arange(1, n))
+            repeated = (chosen[:i] == value).any(axis=0)
+            chosen[i] = np.where(repeated, j, value)
+        order = np.argsort(chosen, axis=None, kind="stable")
+        ends = np.searchsorted(chosen.ravel()[order], np.arange(1, n))
         return tuple(np.sort(places % users) for places in np.split(order, ends))
 
 
@@ -381,8 +381,8 @@ class BandedPoissonSampling(Sampling):
         for t in range(self.series_rounds):
             group = groups[t % self.separation]
             coins = hmac.digest(key, f"coins/{t}".encode(), "sha256")
-            (joined,) = PoissonSampling(group.size, self.sampling_probability).draw(coins)
-            cohorts.append(group[joined])
+            (members,) = PoissonSampling(group.size, self.sampling_probability).draw(coins)
+            cohorts.append(group[members])
         return tuple(cohorts)
 
 
@@ -436,7 +436,7 @@ def _check_groups(groups: int, users: int) -> None:
 def _deal(users: int, groups: int, key: bytes) -> list[Users]:
     """Split users into groups whose sizes differ by at most one, by a keyed permutation."""
     order = np.argsort(words(key, users), kind="stable")
-    return [np.sort(order[first::groups]) for first in range(groups)]
+    return [np.sort(order[offset::groups]) for offset in range(groups)]
 
 
 def uniform_below(bound: int, key: bytes, count: int, *, stream: int = 0) -> NDArray[np.int64]:
@@ -446,19 +446,19 @@ def uniform_below(bound: int, key: bytes, count: int, *, stream: int = 0) -> NDA
     so that all values are equally likely. `bound` is at most 2^63.
     """
     limit = 2**64 - 2**64 % bound  # 2^64 if the bound is a power of two
-    values, read = words(key, count, stream=stream), count
+    values, words_read = words(key, count, stream=stream), count
     while limit < 2**64 and (rejected := np.flatnonzero(values >= np.uint64(limit))).size:
-        values[rejected] = words(key, rejected.size, stream=stream, start=read)
-        read += rejected.size
+        values[rejected] = words(key, rejected.size, stream=stream, start=words_read)
+        words_read += rejected.size
     return (values % np.uint64(bound)).astype(np.int64)
 
 
 def _limits(probability: float) -> NDArray[np.uint64]:
     """Return the first 64 bits of (1 − q)^j for j = G, …, 1, ascending uint64 [G]."""
-    joins, all_of = probability.as_integer_ratio()
-    largest = min(all_of // joins, _MOST_SKIPPED)
-    bits = all_of.bit_length() - 1
-    powers = accumulate(repeat(all_of - joins, largest), mul)
+    num, den = probability.as_integer_ratio()
+    largest = min(den // num, _MOST_SKIPPED)
+    bits = den.bit_length() - 1
+    powers = accumulate(repeat(den - num, largest), mul)
     heads = [(power << 64) >> bits * j for j, power in enumerate(powers, start=1)]
     return np.array(heads[::-1], np.uint64)
 
@@ -466,7 +466,7 @@ def _limits(probability: float) -> NDArray[np.uint64]:
 def _skipped(
     key: bytes, first: int, count: int, probability: float, limits: NDArray[np.uint64]
 ) -> NDArray[np.int64]:
-    """Return how many users, up to G, each of the words from `first` on skips: [count]."""
+    """Return the number of users, up to G, that each word from index `first` skips: [count]."""
     heads = words(key, count, stream=_WORDS, start=first)
     skipped = np.full(count, limits.size, np.int64)
     stops = np.flatnonzero(heads >= limits[0])
@@ -480,10 +480,10 @@ def _skipped(
 
 
 def _skipped_exactly(key: bytes, word: int, number: int, probability: float, largest: int) -> int:
-    """Return how many users the word at index `number` skips, using all bits of its W."""
-    joins, all_of = probability.as_integer_ratio()
-    size = -(-(all_of.bit_length() - 1) * largest // 8)
-    more = keystream(key, size, stream=_MORE_BITS, start=number * size)
-    w = word << 8 * size | int.from_bytes(more.tobytes(), "little")
+    """Return the number of users that the word at index `number` skips, using all bits of its W."""
+    num, den = probability.as_integer_ratio()
+    size = -(-(den.bit_length() - 1) * largest // 8)
+    more_bytes = keystream(key, size, stream=_MORE_BITS, start=number * size)
+    w = word << 8 * size | int.from_bytes(more_bytes.tobytes(), "little")
     one = 1 << 64 + 8 * size
-    return sum(w * all_of**j < one * (all_of - joins) ** j for j in range(1, largest + 1))
+    return sum(w * den**j < one * (den - num) ** j for j in range(1, largest + 1))

@@ -1,8 +1,8 @@
-"""The audit of a run: canaries beside its users, measurements of its releases, and its result.
+"""The audit of a run: canaries among its users, measurements of its releases, and its result.
 
 The folder of the run holds the key of the canaries and the measurements, so that a resumed run has
-the same canaries. The key reveals nothing about users. Before the end of the run it would tell
-canaries from users, so only the owner of the file can read it.
+the same canaries. The key reveals nothing about users. Until the run ends it distinguishes canaries
+from users, so only the owner of the file can read it.
 """
 
 import base64
@@ -40,10 +40,10 @@ from fedpriv.run.folder import RunFolder
 from fedpriv.support.disk import with_room, write_atomically
 from fedpriv.training.request import RoundRequest, Transport
 
-LONGER = 10.0  # length of a canary's update in clipping norms
-_NODE = "/canaries"  # names of nodes have no slash, so no node has this name
+LONGER = 10.0  # norm of a canary's update in clipping norms
+_NODE = "/canaries"  # no node has this name, since names of nodes have no slash
 _FORMAT = "fedpriv audit 1"
-_NUMBERS = 2**20  # of updates of canaries that are in memory at a time, unless one has more
+_NUMBERS = 2**20  # largest size of canaries' updates in memory at once, unless one is larger
 _log = logging.getLogger(__name__)
 
 
@@ -62,28 +62,28 @@ class Auditor:
     def of(cls, folder: RunFolder, experiment: Experiment) -> Self | None:
         """Begin or continue the audit of an experiment; return None if it has no audit.
 
-        DataError: the run is under way, and the file of its audit is missing, damaged or of another
-        plan.
+        DataError: the run is under way, and the file of its audit is missing, damaged or from
+        another plan.
         """
         if (section := experiment.config.audit) is None:
             return None
         plan, privacy = experiment.plan, experiment.config.privacy
         with _whole(folder.measurements):
-            first = next(folder.read_measurements(), None)
-        if first is None:
+            header = next(folder.read_measurements(), None)
+        if header is None:
             if any(folder.read_metrics()):
                 raise DataError(f"{folder.measurements} is missing; the run is audited by it")
             key = experiment.entropy.key("audit")
             counts = GuessCounts.of(section.canaries, plan.event, privacy.delta, privacy.accountant)
-            first = {"format": _FORMAT, "key": key.hex(), "canaries": section.canaries}
-            first |= asdict(counts)
-            with_room(partial(folder.append_measurement, first))
+            header = {"format": _FORMAT, "key": key.hex(), "canaries": section.canaries}
+            header |= asdict(counts)
+            with_room(partial(folder.append_measurement, header))
         with _whole(folder.measurements):
-            if (first.get("format"), first.get("canaries")) != (_FORMAT, section.canaries):
-                raise DataError(f"{folder.measurements} is not of an audit of this plan")
-            kept = {field.name: first[field.name] for field in fields(GuessCounts)}
-            counts = TypeAdapter(GuessCounts).validate_python(kept)
-            key = bytes.fromhex(str(first["key"]))
+            if (header.get("format"), header.get("canaries")) != (_FORMAT, section.canaries):
+                raise DataError(f"{folder.measurements} is not from an audit of this plan")
+            values = {field.name: header[field.name] for field in fields(GuessCounts)}
+            counts = TypeAdapter(GuessCounts).validate_python(values)
+            key = bytes.fromhex(str(header["key"]))
         if counts.most < counts.epsilon:
             _log.warning(
                 "%d canaries can show ε ≥ %.2f at most, if all guesses are right, so they cannot "
@@ -99,7 +99,7 @@ class Auditor:
         return auditor
 
     def beside(self, transport: Transport) -> Transport:
-        """Return the transport to the users of the run, with the canaries beside them."""
+        """Return the transport to the users of the run and to the canaries."""
         event = self.experiment.plan.sampling.event()
         places = event.examples_per_user or 1
 
@@ -111,9 +111,9 @@ class Auditor:
         )
 
     def observe(self, mechanism: GaussianMechanism, number: int, release: Release) -> None:
-        """Measure the release of a round, and keep the measurement."""
-        at = number, release.attempt, release.part
-        measured, self._past = measure(self.canaries, mechanism, release.average, at, self._past)
+        """Measure the release of a round, and store the measurement."""
+        place = number, release.attempt, release.part
+        measured, self._past = measure(self.canaries, mechanism, release.average, place, self._past)
         row: dict[str, object] = asdict(measured)
         row |= {name: _packed(row[name]) for name in ("scores", "probe")}
         public = self.experiment.plan.sampling.event().policy is SamplingPolicy.SEPARATED
@@ -132,28 +132,28 @@ class Auditor:
             privacy.delta,
             privacy.accountant,
         )
-        written = to_json(asdict(result), inf_nan_mode="constants")
-        with_room(lambda: write_atomically(self.folder.audit, written))
+        content = to_json(asdict(result), inf_nan_mode="constants")
+        with_room(lambda: write_atomically(self.folder.audit, content))
         return result
 
     def _measured(self) -> Iterator[Measurement]:
         rows: Iterator[dict[str, Any]] = islice(self.folder.read_measurements(), 1, None)
         with _whole(self.folder.measurements):
             for row in rows:
-                found = row | {name: _unpacked(row[name]) for name in ("scores", "probe")}
+                values = row | {name: _unpacked(row[name]) for name in ("scores", "probe")}
                 if row["drawn"] is not None:
-                    found["drawn"] = np.isin(np.arange(self.canaries.count), row["drawn"])
-                yield Measurement(**found)
+                    values["drawn"] = np.isin(np.arange(self.canaries.count), row["drawn"])
+                yield Measurement(**values)
 
 
 @contextmanager
 def _whole(path: Path) -> Iterator[None]:
-    """Raise DataError if a file does not have the form in which an audit writes it."""
+    """Raise DataError if a file does not have the form that an audit writes."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        ways = "restore it from a backup, or start another run"
-        raise DataError(f"{path} is damaged; {ways}") from error
+        advice = "restore it from a backup, or start another run"
+        raise DataError(f"{path} is damaged; {advice}") from error
 
 
 def _packed(numbers: object) -> str:
@@ -166,7 +166,7 @@ def _unpacked(text: object) -> FloatVector:
 
 @dataclass(frozen=True, eq=False)
 class CanaryTransport(Transport):
-    """Adds the canaries to another transport, as users at the server."""
+    """Adds canaries to another transport, as users at the server."""
 
     transport: Transport  # of the users
     canaries: Canaries
@@ -192,28 +192,28 @@ class CanaryTransport(Transport):
 
 
 def canary_sum(canaries: Canaries, request: RoundRequest, drawn: Positions) -> PartialSum:
-    """Return the sum of the updates of included canaries among those that were drawn.
+    """Return the sum of the updates of the drawn canaries that are included.
 
-    A canary is a user of full weight who sends nothing but its update, so metrics and counts of
-    users do not change.
+    A canary is a user of full weight who sends only its update, so metrics and counts of users do
+    not change.
     """
     clipping, at = request.clipping, (request.round, request.attempt)
     layout, total = clipping.layout, np.zeros(clipping.layout.dimension, np.int64)
     shapes = dict(zip(layout.names, layout.shapes, strict=True))
     groups = {g: canaries.directions(g, g.dimension(layout), *at) for g in audited_groups(clipping)}
     senders, at_once = drawn[canaries.included[drawn]], max(1, _NUMBERS // layout.dimension)
-    for first in range(0, len(senders), at_once):
-        some = senders[first : first + at_once]
-        signs = canaries.signs(*at)[some, np.newaxis]
-        updates = {n: torch.zeros(()).expand(len(some), *shape) for n, shape in shapes.items()}
+    for number in range(0, len(senders), at_once):
+        batch = senders[number : number + at_once]
+        signs = canaries.signs(*at)[batch, np.newaxis]
+        updates = {n: torch.zeros(()).expand(len(batch), *shape) for n, shape in shapes.items()}
         for group, directions in groups.items():
-            moves, start = directions.rows(some), 0
+            moves, start = directions.rows(batch), 0
             for tensor, scale in zip(group.tensors, group.scales, strict=True):
                 size, length = layout.sizes[tensor], LONGER * group.clipping_norm * scale
                 move = moves[:, start : start + size] * (signs * length).astype(np.float32)
-                updates[tensor] = torch.from_numpy(move).view(len(some), *shapes[tensor])
+                updates[tensor] = torch.from_numpy(move).view(len(batch), *shapes[tensor])
                 start += size
-        weights = np.full(len(some), clipping.weight_cap)
+        weights = np.full(len(batch), clipping.weight_cap)
         total += integer_sum(updates, clipping, weights).numpy()
     if clipping.indicator is not None:
         total[layout.slices[clipping.indicator.tensor]] = 0

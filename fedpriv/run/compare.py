@@ -72,16 +72,16 @@ _REFRESH = 0.5  # seconds between looks at the metrics of unfinished runs
 def run_study(file: Path, out: Path | None, workers: int | None) -> None:
     """Run the missing runs of a study, and print how its arms compare.
 
-    Guarantees: no run begins before all arms are built and calibrated; a finished run is not run
-    again; the files of an interrupted run do not count; a run that fails does not stop the others;
-    no process is left when this function ends, even after an error.
+    Guarantees: no run starts before all arms are built and calibrated; a finished run is not
+    repeated; the files of an interrupted run do not count; a run that fails does not stop the
+    others; no process is left when this function ends, even after an error.
     """
     study, console = load_study(file), screen()
     folder = out or Path("studies") / study.name
 
-    def start(missing: Sequence[Cell]) -> Generator[Ended | None]:
-        noise = calibrated(study, console) if missing else {}
-        return _in_processes(study, folder, missing, noise, workers, console)
+    def start(cells: Sequence[Cell]) -> Generator[Ended | None]:
+        noise = calibrated(study, console) if cells else {}
+        return _in_processes(study, folder, cells, noise, workers, console)
 
     _complete(study, folder, start, console)
     console.print(f"folder {folder}")
@@ -94,7 +94,7 @@ class Comparison:
     folder: Path
     runs: tuple[RunResult, ...]
     arms: tuple[ArmSummary, ...]  # means over seeds with their intervals
-    verdict: str  # which arm is best, and which differ from the baseline, in sentences
+    verdict: str  # sentences on the best arm and the arms that differ from the baseline
 
     def to_pandas(self) -> "pd.DataFrame":
         """Return one row for each run; pandas must be installed."""
@@ -149,23 +149,23 @@ def compare(
     ...     [(arm.arm, len(arm.seeds)) for arm in study.arms]
     [('average', 2), ('adam', 2)]
 
-    The arguments that `simulate` also has mean the same here, but for the first two:
+    Arguments that `simulate` also has mean the same here, except for the first two:
 
-    * task: model and loss, or a function that makes them of a seed.
-    * mechanism: calibrated; arms with mechanisms of their own have the same (ε, δ).
+    * task: model and loss, or a function from a seed to them.
+    * mechanism: calibrated; mechanisms of arms must have the same (ε, δ).
     * arms: by name, the arguments among task, mechanism, local and server that an arm replaces.
-      Without a server all arms have the default that goes with `mechanism`, whatever their norms.
-    * seeds: the seeds, or how many from 0.
+      Without a server all arms have the default for `mechanism`, for any norms of their own.
+    * seeds: the seeds, or their number, counted from 0.
     * baseline: the arm to compare with; by default the first.
-    * accuracies: levels; the first round in which an arm reached them is reported.
-    * personalisation: as of `simulate`, for all arms, which may differ in what is personal.
-    * trackers: told of every run, one after another, under its study, arm and seed.
-    * out: folder of the study; by default studies/NAME, where `name` is that of the study.
-    * resume: go on with the study in that folder; finished runs are not run again. Runs of other
+    * accuracies: levels; the first round in which an arm reached each is reported.
+    * personalisation: as for `simulate`, for all arms; their personal parameters may differ.
+    * trackers: follow every run, one after another, under its study, arm and seed.
+    * out: folder of the study; by default studies/NAME, where NAME is `name`.
+    * resume: continue the study in that folder; finished runs are not repeated. Runs of other
       settings, layers or weights are refused. With this argument the caller confirms that data and
       code, which `study.toml` does not describe, are the same as before.
 
-    A FedprivError says which arms do not fit together or differ in privacy.
+    A FedprivError names the arms that do not fit together or differ in privacy.
     """
     _, server = method_left_out(mechanism, local, server)
     shared = {"task": task, "mechanism": mechanism, "local": local, "server": server}
@@ -185,24 +185,24 @@ def compare(
     console = screen(quiet=quiet)
     if (folder / STUDY).exists() and not resume:
         raise InvalidValueError(
-            f"{folder} holds a study already; resume=True goes on with it where nothing changed, "
+            f"{folder} holds a study already; continue it with resume=True if nothing changed, "
             "or choose another folder"
         )
 
-    def start(missing: Sequence[Cell]) -> Generator[Ended]:
-        # No run starts before all arms could be built.
+    def start(cells: Sequence[Cell]) -> Generator[Ended]:
+        # No run starts before all arms are built.
         firsts = study.cells[: len(study.arms)]
         arms = {cell.arm.name: methods.prepared(study, cell)[0] for cell in firsts}
         _check_comparable(arms, console)
-        return ((cell, run(cell)) for cell in missing)
+        return ((cell, run(cell)) for cell in cells)
 
     def run(cell: Cell) -> RunResult:
         experiment, transport = methods.prepared(study, cell)
         followed = replace(experiment, trackers=followers)
         return _run_prepared(study, cell, folder, followed, transport)
 
-    read = _complete(study, folder, start, console)
-    return Comparison(folder, read.runs, read.arms, " ".join(verdict(study, read.arms)))
+    result = _complete(study, folder, start, console)
+    return Comparison(folder, result.runs, result.arms, " ".join(verdict(study, result.arms)))
 
 
 @dataclass(frozen=True)
@@ -239,20 +239,20 @@ class _Methods:
 
     def tables(self, seed: int, **sections: Any) -> dict[str, dict[str, Any]]:
         """Return the settings of each arm, for the file of a study."""
-        tables, first = dict[str, dict[str, Any]](), dict[str, str]()
+        tables, first_arms = dict[str, dict[str, Any]](), dict[str, str]()
         for arm, changes in self.arms.items():
             with _naming_arm(arm):
                 config = settings_of("arm", self.population, self.of(arm, seed), **sections)
             table = config.model_dump(exclude_none=True, exclude={"name"})
-            other = self.arms[first.setdefault(repr(table), arm)]
-            same = changes.keys() == other.keys() and all(changes[k] is other[k] for k in changes)
-            if not same:  # it differs in values that no table describes
+            twin = self.arms[first_arms.setdefault(repr(table), arm)]
+            is_same = changes.keys() == twin.keys() and all(changes[k] is twin[k] for k in changes)
+            if not is_same:  # the arms differ in values that no table describes
                 table["model"]["options"]["arm"] = arm
             tables[arm] = table
         return tables
 
     def prepared(self, study: Study, cell: Cell) -> tuple[Experiment, InProcessTransport]:
-        """Return the experiment of a run, and a transport that trains it here."""
+        """Return the experiment of a run, and a transport that trains in this process."""
         with _naming_arm(cell.arm.name):
             method = self.of(cell.arm.name, cell.seed)
             config = study.config_of(cell)
@@ -267,12 +267,12 @@ def _complete(
 ) -> ReadStudy:
     """Run the missing runs of a study, show progress, and print how its arms compare.
 
-    Results of finished runs are written even after an error or an interrupt. What `start` returns
-    yields each run that ended, and None from time to time.
+    Results of finished runs are written even after an error or an interrupt. The generator from
+    `start` yields each run that ended, and None from time to time.
     """
     RunFolder(folder).refuse_run()
     if holds_results_alone(folder):
-        sentence = f"{folder} holds the results of a study without its runs; choose another folder"
+        sentence = f"{folder} holds results of a study without its runs; choose another folder"
         raise InvalidValueError(sentence)
     finished = finished_runs(study, folder)
     runs = start([cell for cell in study.cells if cell not in finished])
@@ -280,7 +280,7 @@ def _complete(
     with held(folder, f"{folder} holds a study"):
         if finished_runs(study, folder).keys() != finished.keys():
             raise InvalidValueError(
-                f"{folder} has runs that another process finished meanwhile; give the command again"
+                f"{folder} has runs that another process finished meanwhile; run the command again"
             )
         write_atomically(folder / STUDY, study_toml(study, folder).encode())
         try:
@@ -290,11 +290,11 @@ def _complete(
                         finished[ended[0]] = ended[1]
                     show()
         finally:
-            read = read_study(folder)
-            write_atomically(folder / "results.json", f"{results_json(read)}\n".encode())
-            write_atomically(folder / ALL_RESULTS, results_text(read.runs).encode())
-    print_study(read, console)
-    return read
+            result = read_study(folder)
+            write_atomically(folder / "results.json", f"{results_json(result)}\n".encode())
+            write_atomically(folder / ALL_RESULTS, results_text(result.runs).encode())
+    print_study(result, console)
+    return result
 
 
 @contextmanager
@@ -306,9 +306,9 @@ def _progress(
         lines = {}
         for target, arm in itertools.product(study.targets, study.arms):
             cells = [Cell(arm, target, seed) for seed in study.seeds]
-            at = f" at ε = {target.epsilon:g}" if len(study.targets) > 1 else ""
+            suffix = f" at ε = {target.epsilon:g}" if len(study.targets) > 1 else ""
             total = len(cells) * study.config_of(cells[0]).rounds
-            lines[display.add(f"{arm.name}{at}", total)] = cells
+            lines[display.add(f"{arm.name}{suffix}", total)] = cells
 
         def show() -> None:
             for line, cells in lines.items():
@@ -316,7 +316,7 @@ def _progress(
                 accuracies = [run.accuracy for run in results if run.accuracy is not None]
                 mean = f"accuracy {statistics.fmean(accuracies):.1%}" if accuracies else ""
                 metrics = [RunFolder(folder / c.path).metrics for c in cells if c not in finished]
-                rounds = sum(run.rounds for run in results)  # their files are not read each time
+                rounds = sum(run.rounds for run in results)  # without reading their files each time
                 rounds += sum(path.read_bytes().count(b"\n") for path in metrics if path.exists())
                 display.update(line, rounds, f"{len(results)} of {len(cells)} seeds", mean)
             display.tell()
@@ -353,7 +353,7 @@ def calibrated(study: Study, console: Console | None = None) -> dict[tuple[Arm, 
 
 
 def _check_comparable(arms: Mapping[str, Experiment], console: Console | None) -> None:
-    """Refuse arms that are not measured, or with different neighbouring relations.
+    """Refuse arms without measurements, or with different neighbouring relations.
 
     Warnings are about the settings of the arm with the most users.
     """
@@ -362,10 +362,10 @@ def _check_comparable(arms: Mapping[str, Experiment], console: Console | None) -
             check_measured(arm)
     relations = {arm.plan.sampling.event().relation: name for name, arm in arms.items()}
     if len(relations) > 1:
-        (relation, first), (other, name), *_ = relations.items()
+        (relation, name_1), (relation_2, name), *_ = relations.items()
         raise InvalidValueError(
-            f"arms {first!r} and {name!r} are for {relation} and {other} neighbours; an ε of one "
-            "is no ε of the other, so that all arms must be for the same"
+            f"arms {name_1!r} and {name!r} are for {relation} and {relation_2} neighbours; their ε "
+            "are not comparable, so all arms must be for the same"
         )
     if console:
         for note in of_settings(max(arms.values(), key=lambda arm: arm.plan.sampling.population)):
@@ -382,14 +382,14 @@ def run_cell(
 ) -> RunResult:
     """Run a cell of a study from its start, with noise from `calibrated`."""
     config = study.config_of(cell).with_noise(noise_multiplier)
-    made = on_population(config, str(config.run), population, roads=roads)
-    return _run_prepared(study, cell, folder, *made)
+    prepared = on_population(config, str(config.run), population, roads=roads)
+    return _run_prepared(study, cell, folder, *prepared)
 
 
 def _run_prepared(
     study: Study, cell: Cell, folder: Path, experiment: Experiment, transport: InProcessTransport
 ) -> RunResult:
-    """Run an experiment as a cell of a study; its result is the last file to be written.
+    """Run an experiment as a cell of a study; its result is the last file written.
 
     The files of an interrupted run are moved aside, since a ledger is never deleted. This refunds
     nothing: with the same seed, the run draws the same cohorts and noise and makes the same
@@ -415,10 +415,10 @@ def _result(
     plan, rounds, collected = experiment.plan, run.results(), run.collected()
     queries = plan.mechanism.query.events[: len(plan.groups)]
     seconds = statistics.median(row.simulation_only_seconds or math.inf for row in rounds)
-    same = {field.name for field in fields(RunResult)} & {field.name for field in fields(RunEnd)}
-    found: dict[str, Any] = {name: getattr(outcome, name) for name in same}
+    names = {field.name for field in fields(RunResult)} & {field.name for field in fields(RunEnd)}
+    shared: dict[str, Any] = {name: getattr(outcome, name) for name in names}
     figures = [f"simulation_only_{n}" for n in ("clipped", "update_norms", "signal_to_noise")]
-    found |= {name: means([getattr(row, name) for row in collected]) for name in figures}
+    shared |= {name: means([getattr(row, name) for row in collected]) for name in figures}
     return RunResult(
         arm=cell.arm.name,
         target_epsilon=cell.target.epsilon,
@@ -430,14 +430,14 @@ def _result(
         clipping_norms=rounds[-1].clipping_norms,
         noise_stddevs={query.group: query.noise_stddev for query in queries},
         simulation_only_users_per_second=plan.sampling.expected_cohort_size / seconds,
-        **found,
+        **shared,
     )
 
 
 def _in_processes(
     study: Study,
     folder: Path,
-    missing: Sequence[Cell],
+    cells: Sequence[Cell],
     noise: Mapping[tuple[Arm, Target], float],
     workers: int | None,
     console: Console,
@@ -445,10 +445,10 @@ def _in_processes(
     """Run cells in processes; yield each cell that ended, and None from time to time."""
     failures = []
     try:
-        with _pool(max(1, min(workers or torch.get_num_threads(), len(missing)))) as pool:
+        with _pool(max(1, min(workers or torch.get_num_threads(), len(cells)))) as pool:
             started = [
                 pool.submit(_run_in_worker, study, cell, folder, noise[cell.arm, cell.target])
-                for cell in missing
+                for cell in cells
             ]
             running = set(started)
             while running:
@@ -463,12 +463,12 @@ def _in_processes(
                 yield None
     except BrokenProcessPool as error:
         raise WorkerError(
-            "a process that ran the study was killed, perhaps because memory was short; "
-            "finished runs are kept, and the same command goes on with the others"
+            "a process of the study was killed, perhaps because memory ran out; "
+            "finished runs are kept, and the same command continues the others"
         ) from error
     if failures:
-        more = f"; {len(failures) - 1} more failed" if len(failures) > 1 else ""
-        raise WorkerError(f"{failures[0]}{more}")
+        rest = f"; {len(failures) - 1} more failed" if len(failures) > 1 else ""
+        raise WorkerError(f"{failures[0]}{rest}")
 
 
 @contextmanager
@@ -496,7 +496,7 @@ def _end_with_parent() -> None:
 
 
 def _run_in_worker(study: Study, cell: Cell, folder: Path, noise_multiplier: float) -> Ended:
-    """Run a cell with one thread, so that results do not depend on the number of workers."""
+    """Run a cell in one thread, so that results do not depend on the number of workers."""
     try:
         loaded = _loaded(study.config_of(cell).simulated_data.model_dump_json())
         with computing_with(1):
@@ -508,6 +508,6 @@ def _run_in_worker(study: Study, cell: Cell, folder: Path, noise_multiplier: flo
 
 @lru_cache(maxsize=1)
 def _loaded(data: str) -> tuple[Population, SharedRoads]:
-    """Return the population of a section `data` in JSON, and roads for all runs of this process."""
+    """Return the population of a section `data` in JSON, and roads for this process's runs."""
     section = DataSection.model_validate_json(data)
     return load_population(section.name, section.options), SharedRoads()

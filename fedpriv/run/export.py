@@ -1,4 +1,4 @@
-"""Load released models into modules, and export them as files of other libraries."""
+"""Load released models into modules, and export them to files of other libraries."""
 
 import io
 import logging
@@ -32,11 +32,11 @@ _log = logging.getLogger(__name__)
 
 @checked_arguments
 def load_model(source: Path | str, model: nn.Module, *, merge: bool = False) -> nn.Module:
-    """Put a released model's numbers into a module, and return it in evaluation mode.
+    """Load a released model's numbers into a module, and return it in evaluation mode.
 
-    Everything in the module's state_dict is replaced: parameters, frozen ones too, and buffers. If
-    the module has frozen parameters, its frozen values are first compared with those of the run,
-    and a warning says if they differ, which they do with another pre-trained base.
+    Everything in the module's state_dict is replaced: parameters, including frozen ones, and
+    buffers. If the module has frozen parameters, their values are first compared with those of the
+    run; a warning reports a difference, which another pre-trained base causes.
 
     >>> import tempfile, numpy as np, torch, fedpriv
     >>> x, y = np.eye(4, dtype=np.float32).repeat(50, 0), np.arange(4).repeat(50)
@@ -55,14 +55,14 @@ def load_model(source: Path | str, model: nn.Module, *, merge: bool = False) -> 
         source: the folder of a run or of a search on users, or the file of a released model.
         model: a module like the one that was trained. Its state_dict must have the same names and
             shapes; numbers are converted to its types.
-        merge: return `merge_adapters` of it: a copy, with plain layers.
+        merge: return `merge_adapters` of it: a copy with plain layers.
 
     Raises:
         InvalidValueError: there is no released model.
         DataError: the file is damaged, or was not written by fedpriv.
         ModelError: the module has other names or shapes; the first of them is named.
     """
-    whole, model = model, unwrapped(model)
+    wrapped, model = model, unwrapped(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         check_holds(name, tensor)
     if merge and not any(isinstance(layer, Adapted) for layer in model.modules()):
@@ -81,14 +81,14 @@ def load_model(source: Path | str, model: nn.Module, *, merge: bool = False) -> 
         )
     for name, tensor in in_model.items():
         tensor.data = tensors[name].to(tensor, copy=True)
-    return merge_adapters(model.eval()) if merge else whole.eval()
+    return merge_adapters(model.eval()) if merge else wrapped.eval()
 
 
 def export_model(source: Path, to: Format, out: Path | None = None) -> Path:
     """Write a released model for another library; return the new file or folder.
 
-    Its adapters become part of plain layers, except in the format of torch, whose state_dict has
-    the names of the model that was trained.
+    Its adapters are merged into plain layers, except in torch's format, whose state_dict has the
+    names of the trained model.
 
     Raises:
         InvalidValueError: there is no released model, `out` exists, the plan of the run does not
@@ -130,7 +130,7 @@ def export_model(source: Path, to: Format, out: Path | None = None) -> Path:
 
 
 def _plan_of(source: Path) -> Config:
-    """Return the configuration by which the model of a folder can be built again."""
+    """Return the configuration from which the model of a folder can be rebuilt."""
     paths = (RunFolder(source).plan, source / "experiment.toml")  # of a run, of a search
     plan = next((path for path in paths if path.is_file()), None)
     if plan is None:
@@ -146,7 +146,7 @@ def _plan_of(source: Path) -> Config:
 
 
 def _two_rows(config: Config, task: Task) -> dict[str, Tensor]:
-    """Return two equal rows of the model's inputs [2, …], by field, of no enrolled user."""
+    """Return two equal rows of the model's inputs [2, …], by field, not from an enrolled user."""
     if config.federation is None or config.data is not None:
         rows = few_rows(population_of(config))
     else:
@@ -156,13 +156,13 @@ def _two_rows(config: Config, task: Task) -> dict[str, Tensor]:
         raise InvalidValueError(sentence)
     rows = rows_for(task, rows)
     x, _ = task.given({name: torch.tensor(rows[name][:1]) for name in task.fields})
-    named = x if isinstance(x, dict) else {str(task.inputs): x}
-    return {name: torch.cat([row, row]) for name, row in named.items()}
+    inputs = x if isinstance(x, dict) else {str(task.inputs): x}
+    return {name: torch.cat([row, row]) for name, row in inputs.items()}
 
 
 def _write_onnx(model: nn.Module, rows: dict[str, Tensor], out: Path) -> None:
     """Export a model for any number of rows; its inputs have the names of the fields."""
-    number = {0: torch.export.Dim.DYNAMIC}  # torch would take a single row for a fixed number
+    number = {0: torch.export.Dim.DYNAMIC}  # torch treats a single row as a fixed number of rows
     inputs: dict[str, Any] = {"kwargs": rows, "dynamic_shapes": dict.fromkeys(rows, number)}
     if len(rows) == 1:  # by position, since its argument may have any name
         inputs = {"args": (*rows.values(),), "dynamic_shapes": (number,)}
@@ -179,7 +179,7 @@ def _write_onnx(model: nn.Module, rows: dict[str, Tensor], out: Path) -> None:
 
 
 def model_file(source: Path) -> Path:
-    """Return the file of a released model, from it or its folder; InvalidValueError if absent."""
+    """Return the file of a released model, given it or its folder; InvalidValueError if absent."""
     path = RunFolder(source).model if source.is_dir() else source
     if not path.is_file():
         raise InvalidValueError(
@@ -190,23 +190,23 @@ def model_file(source: Path) -> Path:
 
 
 def _check_fits(path: Path, tensors: Mapping[str, Tensor], in_model: Mapping[str, Tensor]) -> None:
-    """Raise ModelError for the first name or shape by which a model differs from a file."""
+    """Raise ModelError for the first name or shape in which a model differs from a file."""
     extra, values = [n for n in tensors if n not in in_model], dict[int, tuple[str, Tensor]]()
-    cure = "give a model that is made like the one that the run trained"
+    cure = "give a model like the one that the run trained"
     if any("lora_" in name for name in extra):
         cure += ", by with_adapters"
     for name, tensor in in_model.items():
         if name not in tensors:
             raise ModelError(f"the model has {name!r}, which {path} lacks; {cure}")
-        here, there = [*tensor.shape], [*tensors[name].shape]
-        if here != there:
+        shape, shape_in_file = [*tensor.shape], [*tensors[name].shape]
+        if shape != shape_in_file:
             raise ModelError(
-                f"{name!r} has the shape {here} in the model, {there} in {path}; {cure}"
+                f"{name!r} has the shape {shape} in the model, {shape_in_file} in {path}; {cure}"
             )
-        first, value = values.setdefault(id(tensor), (name, tensors[name]))
+        alias, value = values.setdefault(id(tensor), (name, tensors[name]))
         if value is not tensors[name] and not torch.equal(value, tensors[name]):
             raise ModelError(
-                f"{first!r} and {name!r} are one tensor in the model and two in {path}; {cure}"
+                f"{alias!r} and {name!r} are one tensor in the model and two in {path}; {cure}"
             )
     if extra:
         raise ModelError(f"{path} has {extra[0]!r}, which the model lacks; {cure}")

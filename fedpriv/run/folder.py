@@ -57,19 +57,19 @@ class RunFolder:
     path: Path
 
     plan = _File("plan.toml")  # the resolved configuration
-    plan_digest = _File("plan.sha256")  # of the first plan, with which alone it can be resumed
+    plan_digest = _File("plan.sha256")  # of the first plan, the only one to resume with
     ledger = _File("ledger.sqlite")  # unless the run charges a shared one
     metrics = _File("metrics.jsonl")  # one object per release, in the order of release
     simulation_only = _File("simulation_only.jsonl")  # figures that no guarantee covers
     checkpoints = _File("checkpoints")  # of the server's states
-    model = _File("model.safetensors")  # after the last round, also of a run that was stopped
+    model = _File("model.safetensors")  # after the last round, even if the run was stopped
     mean = _File("mean.safetensors")  # of the models of the last third of all rounds
     best = _File("best.safetensors")  # of the models on held-out rows, if there are any
     measurements = _File("audit.jsonl")  # of an audit: its key, and measurements of releases
     audit = _File("audit.json")  # the result of the audit
-    end = _File("run.json")  # why it ended, and its last figures; absent before the end
+    end = _File("run.json")  # why the run ended, and its last figures; absent before the end
     simulation_only_warnings = _File("simulation_only.json")  # warnings that depend on users' data
-    sites = _File("sites.json")  # states of nodes, which tell who took part: for its owner alone
+    sites = _File("sites.json")  # states of nodes, which reveal who took part: only for the owner
 
     def charged(self, config: Config) -> Path:
         """Return the ledger that a run with this configuration charges."""
@@ -86,25 +86,25 @@ class RunFolder:
     def create(self) -> None:
         """Make the folder, unless it holds a run already."""
         self.refuse_run()
-        for other in (self.model, self.path / STUDY):  # of a search, or a study
-            if other.exists():
-                raise InvalidValueError(f"{other} exists already; choose another folder")
+        for path in (self.model, self.path / STUDY):  # of a search, or a study
+            if path.exists():
+                raise InvalidValueError(f"{path} exists already; choose another folder")
         self.path.mkdir(parents=True, exist_ok=True)
 
     def append_metrics(self, row: Mapping[str, object]) -> None:
-        """Add a line, durably; a line that a crash cut short is ended first.
+        """Add a line, durably, after ending a line that a crash cut short.
 
         Numbers that are not finite are the strings "Infinity" and "NaN".
         """
         _append(self.metrics, row, "strings")
 
     def append_simulation_only(self, row: Mapping[str, object]) -> None:
-        """Add a line, durably, for its owner alone; numbers that are not finite are null."""
+        """Add a line, durably, readable only by its owner; numbers that are not finite are null."""
         self.simulation_only.touch(0o600)
         _append(self.simulation_only, row, "null")
 
     def append_measurement(self, row: Mapping[str, object]) -> None:
-        """Add a line to the file of an audit, durably; its owner alone can read it."""
+        """Add a line to the file of an audit, durably; only its owner can read it."""
         self.measurements.touch(0o600)
         _append(self.measurements, row, "constants")
 
@@ -117,7 +117,7 @@ class RunFolder:
         return _read(self.metrics)
 
     def releases(self) -> list[RoundResult]:
-        """Return results of all releases, in their order."""
+        """Return results of all releases, in order."""
         return _rows(RoundResult, self.metrics, "metrics")
 
     def results(self) -> list[RoundResult]:
@@ -125,12 +125,12 @@ class RunFolder:
 
         A resumed run repeats the rounds after its checkpoint, so their first releases are left out.
         """
-        led = list[RoundResult]()
+        results = list[RoundResult]()
         for release in self.releases():
-            while led and led[-1].round >= release.round:
-                led.pop()
-            led.append(release)
-        return led
+            while results and results[-1].round >= release.round:
+                results.pop()
+            results.append(release)
+        return results
 
     def collected(self) -> list[SimulationOnlyRound]:
         """Return figures of all collected rounds, released or not."""
@@ -141,9 +141,9 @@ class RunFolder:
         return _read_if_there(AuditResult, self.audit, "an audit")
 
     def write_end(self, end: RunEnd) -> None:
-        """Write how the run ended; see `append_metrics` for numbers that are not finite.
+        """Write how the run ended; see `append_metrics` on numbers that are not finite.
 
-        Warnings that no guarantee covers go to a file of their own, which its owner alone can read.
+        Warnings that no guarantee covers go to a separate file, which only its owner can read.
         """
         private = [text for text in end.warnings if text.startswith(SIMULATION_ONLY)]
         if private:
@@ -159,7 +159,7 @@ class RunFolder:
         return end and replace(end, warnings=(*end.warnings, *private))
 
     def forget_end(self) -> None:
-        """Remove the files on how the run ended, since it goes on."""
+        """Remove the files on how the run ended, since it continues."""
         for path in (self.end, self.simulation_only_warnings):
             path.unlink(missing_ok=True)
 
@@ -174,7 +174,7 @@ class RunFolder:
 
 @contextmanager
 def held(path: Path, what: str) -> Iterator[None]:
-    """Lock a file or folder; if another process holds it, an error begins with `what`."""
+    """Lock a file or folder; if another process has locked it, an error begins with `what`."""
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         try:
@@ -201,10 +201,10 @@ def _append(path: Path, row: object, not_finite: Literal["constants", "null", "s
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - 1, 0))
         end = b"" if file.read(1) in (b"", b"\n") else b"\n"
-        left = end + to_json(row, inf_nan_mode=not_finite) + b"\n"
+        data = end + to_json(row, inf_nan_mode=not_finite) + b"\n"
         try:
-            while left:
-                left = left[file.write(left) :]
+            while data:
+                data = data[file.write(data) :]
             os.fsync(file.fileno())
             if not size:
                 sync(path.parent)
@@ -241,8 +241,8 @@ def _rows(kind: type[_Row], path: Path, what: str) -> list[_Row]:
     try:
         return [adapter.validate_python(row) for row in _read(path)]
     except ValidationError as error:
-        first = error.errors()[0]
-        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        details = error.errors()[0]
+        reason = f"{'.'.join(map(str, details['loc']))}: {details['msg']}"
     except UnicodeDecodeError as error:
         reason = str(error)
     raise DataError(f"{path} cannot be read as {what}: {reason}")
@@ -251,8 +251,8 @@ def _rows(kind: type[_Row], path: Path, what: str) -> list[_Row]:
 def read_run(folder: Path) -> RunRecord:
     """Read a run and check its ledger.
 
-    A LedgerError says that the hash chain is broken, cohorts do not fit their commitments (where
-    the record of them can be read), or a release has no charge.
+    LedgerError: the hash chain is broken, cohorts do not match their commitments (if the record of
+    cohorts can be read), or a release has no charge.
     """
     run = RunFolder(folder)
     if not run.plan.exists():
@@ -260,19 +260,19 @@ def read_run(folder: Path) -> RunRecord:
         raise InvalidValueError(sentence)
     config = load_config(run.plan)
     path = run.charged(config)
-    # Before the ledger: a run that is under way charges each round before it releases it.
+    # Before the ledger: a run that is under way charges each round before its release.
     results, releases, collected = run.results(), run.releases(), run.collected()
     with Ledger.open(path) as ledger:
         cohorts = _verified(ledger, record_path(path))
         charges = tuple(ledger.charges())
         content = LedgerContent(path, ledger.ledger_id, ledger.population_name, charges)
         head = ledger.head
-    charged = {charge.hash: (charge.run, charge.round) for charge in charges}
+    rounds_by_hash = {charge.hash: (charge.run, charge.round) for charge in charges}
     for release in releases:
-        if charged.get(release.charge) != (config.run, release.round):
+        if rounds_by_hash.get(release.charge) != (config.run, release.round):
             raise LedgerError(
                 f"ledger {path} does not have the charge of round {release.round} of {run.path}; "
-                "its ε would leave out what was released"
+                "its ε would leave out a release"
             )
     released = {(result.round, result.attempt) for result in results}
     collected = [row for row in collected if (row.round, row.attempt) in released]
@@ -305,7 +305,7 @@ def _verified(ledger: Ledger, participation: Path) -> bool:
 
 
 def summary_json(folder: Path) -> str:
-    """Return the state of a run or the results of a study as one JSON object; ledgers are verified.
+    """Return a run's state or a study's results as one JSON object, and verify their ledgers.
 
     Numbers that are not finite are the strings "Infinity" and "NaN".
     """
@@ -314,8 +314,8 @@ def summary_json(folder: Path) -> str:
 
         return results_json(read_study(folder))
     record = read_run(folder)
-    head, last = record.verification.head, record.rounds[-1] if record.rounds else None
-    state: RunEnd | RoundResult | None = record.end or last
+    head, last_result = record.verification.head, record.rounds[-1] if record.rounds else None
+    state: RunEnd | RoundResult | None = record.end or last_result
     content = {
         "run": record.name,
         "folder": str(folder),
@@ -326,7 +326,7 @@ def summary_json(folder: Path) -> str:
         "accountant": record.accountant,
         "stop": None,  # unless it has ended
     }
-    if record.early_epsilon is None:  # else the ledger is no bound
+    if record.early_epsilon is None:  # else the ledger's ε is not a bound
         content["risks"] = risks_of(trade_off(record.ledger.events, record.accountant))
     if state:
         names = {field.name for field in fields(RunEnd)} & vars(state).keys()
@@ -368,12 +368,12 @@ def write_charts(folder: Path, out: Path) -> list[Path]:
 def draw(runs: Iterable["Path | str | Run"], out: Path | str) -> list[Path]:
     """Draw runs together: accuracy against ε, users and time; return the PNG and SVG files.
 
-    * runs: finished or not, by their folders or as `simulate` returned them. Those that differ only
-      in seeds are one line, with a band around their mean.
-    * out: the folder to write `by-epsilon`, `by-users` and `by-seconds` into; the last two are left
-      out if all runs have the same number of users, or if times of rounds are unknown.
+    * runs: finished or not, as folders or as returned by `simulate`. Runs that differ only in seeds
+      share a line, with a band around their mean.
+    * out: the folder for `by-epsilon`, `by-users` and `by-seconds`; the last two are left out if
+      all runs have the same number of users, or if times of rounds are unknown.
 
-    A FedprivError says which runs cannot be on one chart.
+    A FedprivError names runs that cannot share a chart.
     """
     from fedpriv.report.charts import save_all  # noqa: PLC0415 - charts start slowly
     from fedpriv.report.curves import curves  # noqa: PLC0415

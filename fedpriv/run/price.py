@@ -1,7 +1,7 @@
-"""The exact price of settings as other tools state them, and which of their claims hold.
+"""The exact price of settings as other tools state them, and verdicts on their claims.
 
-Other tools state an ε for rounds that differ from those that take place: they draw cohorts of a
-fixed size, or fewer users than the noise is for. The `tight` accountant prices each reading.
+Other tools state an ε for rounds that differ from the actual ones: they draw cohorts of a fixed
+size, or fewer users than the noise is for. The `tight` accountant prices each reading.
 """
 
 import math
@@ -37,8 +37,8 @@ from fedpriv.support.checks import (
 from fedpriv.support.disk import write_new
 
 _LOOSE = 1.01  # a claim above the exact ε by less than this factor is not called loose
-_USERS = 287  # most users in the data of an experiment that is written
-_PFL_KEYS = {  # what a benchmark of pfl calls the fields
+_USERS = 287  # most users in the data of a written experiment
+_PFL_KEYS = {  # names of the fields in a benchmark of pfl
     "cohort": "cohort_size",
     "noise_cohort": "noise_cohort_size",
     "population": "population",
@@ -51,17 +51,17 @@ _PFL_KEYS = {  # what a benchmark of pfl calls the fields
 
 @dataclass(frozen=True)
 class ForeignSetting:
-    """Rounds of a clipped sum with Gaussian noise, and the ε that is claimed for them.
+    """Rounds of a clipped sum with Gaussian noise, and the ε claimed for them.
 
     The noise may be that of a larger cohort M: a sum of m users then has noise of z·S·m/M, so that
     its average has the noise of an average of M users. The claim is for M of N users.
     """
 
     noise_multiplier: float  # z > 0: noise on the sum of M users over the clip
-    cohort: int  # m ≥ 1, users of a round that takes place
+    cohort: int  # m ≥ 1, users of an actual round
     noise_cohort: int  # M ≥ m
     population: int  # N ≥ M
-    enrolled: int  # n in [m, N], users who are there
+    enrolled: int  # n in [m, N], users who are enrolled
     rounds: int  # T
     delta: float
     clip: float | None = None  # S, which the price does not depend on
@@ -75,31 +75,31 @@ class ForeignSetting:
         valid = is_whole(self.rounds, 1 << 53)
         require(valid, f"rounds is {self.rounds}; it must be a whole number from 1 to 2^53")
         m, larger, n, people = self.cohort, self.noise_cohort, self.enrolled, self.population
-        given = f"cohort is {m}, noise_cohort {larger}, enrolled {n} and population {people}"
+        setting = f"cohort is {m}, noise_cohort {larger}, enrolled {n} and population {people}"
         limit = "it must be 1 ≤ cohort ≤ noise_cohort, enrolled ≤ population ≤ 2^53"
         valid = 1 <= m <= min(larger, n) and max(larger, n) <= people <= 1 << 53
-        require(valid, f"{given}; {limit}")
+        require(valid, f"{setting}; {limit}")
         check_ranges(self, clip="(0, inf)?", claimed_epsilon="(0, inf)?")
 
     @classmethod
     def stated(cls, pfl: Path | None, noise_stddev: float | None, given: Mapping[str, Any]) -> Self:
-        """Return the setting of the fields given, which precede those of a benchmark of pfl.
+        """Return the setting with these fields, which override those of a benchmark of pfl.
 
-        The noise is the multiplier given or `noise_stddev`, on the sum of the users of a round that
-        takes place. For a benchmark, it is by default the least that keeps its ε. InvalidValueError
-        if a field is absent.
+        The noise is the given multiplier or `noise_stddev`, on the sum of an actual round. For a
+        benchmark, it is by default the least noise that keeps its ε. InvalidValueError if a field
+        is absent.
         """
-        once = noise_stddev is None or given.get("noise_multiplier") is None
-        require(once, f"noise_stddev is {noise_stddev}; with noise_multiplier it must be absent")
+        valid = noise_stddev is None or given.get("noise_multiplier") is None
+        require(valid, f"noise_stddev is {noise_stddev}; with noise_multiplier it must be absent")
         fields = {} if pfl is None else _read_pfl(pfl)
         fields |= {name: value for name, value in given.items() if value is not None}
-        needed = [*_PFL_KEYS]
+        required = [*_PFL_KEYS]
         if pfl is None:
             m = fields.get("cohort")
             fields = {"population": m, "noise_cohort": m} | fields
             noise = "noise_multiplier" if noise_stddev is None else "clip"
-            needed = ["cohort", "rounds", "delta", noise]
-        for name in needed:
+            required = ["cohort", "rounds", "delta", noise]
+        for name in required:
             option = name.replace("_", "-")
             require(name in fields, f"{name} is absent; --{option} must be given")
         fields.setdefault("enrolled", fields["population"])
@@ -115,10 +115,10 @@ class ForeignSetting:
         return replace(setting, noise_multiplier=z)
 
     def readings(self) -> Iterator[tuple[str, str, RoundEvent]]:
-        """Yield a name, the reason for it, and the event of all rounds, for each reading."""
+        """Yield for each reading its name, the reason for it, and the event of all rounds."""
         m, claimed, z = self.cohort, self.noise_cohort, self.noise_multiplier
-        of, q = f"{claimed:,} of {self.population:,}", claimed / self.population
-        coins = f"Poisson, about {of}", "Each user joins each round by a secret coin of its own."
+        cohort, q = f"{claimed:,} of {self.population:,}", claimed / self.population
+        coins = f"Poisson, about {cohort}", "Each user joins each round by its own secret coin."
         everybody = "every user, in every round", "Only a random and secret draw lowers the price."
         yield (
             *(coins if q < 1.0 else everybody),
@@ -126,7 +126,7 @@ class ForeignSetting:
         )
         if self.sampling == "fixed-size":
             yield (
-                f"exactly {of}",
+                f"exactly {cohort}",
                 "Neighbours differ by one replaced user, who moves a sum by up to two clips.",
                 fixed_size_gaussian(claimed, self.population, z, self.rounds),
             )
@@ -142,8 +142,8 @@ class ForeignSetting:
     def experiment(self) -> str:
         """Return an experiment in TOML with the claim's q, noise, rounds and budget.
 
-        Each user joins by a coin of its own. The data and the model are examples. If N users are
-        not there, the experiment is a projection to N.
+        Each user joins by its own coin. The data and the model are examples. If fewer than N users
+        are enrolled, the experiment is a projection to N.
         """
         require(self.clip is not None, "clip is absent; with --write it must be given")
         _, _, event = next(self.readings())
@@ -172,7 +172,7 @@ class ForeignSetting:
 
 
 def _read_pfl(path: Path) -> dict[str, Any]:
-    """Return the fields that a benchmark of pfl states; its YAML has one `key: value` a line."""
+    """Return the fields of a benchmark of pfl; its YAML has one `key: value` per line."""
     text = path.read_text("utf-8", "replace")
     stated = dict(re.findall(r"^(\w+)\s*:\s*['\"]?([^#'\"\s]+)", text, re.MULTILINE))
     fields: dict[str, Any] = {"sampling": "fixed-size"}
@@ -189,7 +189,7 @@ def _read_pfl(path: Path) -> dict[str, Any]:
 
 
 def verdict_on(claimed: float | None, loss: PrivacyLoss) -> str | None:
-    """Return whether a claimed ε holds at a loss's δ, and how loose it is; None without a claim."""
+    """Return in words whether a claimed ε holds at a loss's δ; None without a claim."""
     if claimed is None:
         return None
     if claimed < loss.epsilon_low:
@@ -203,21 +203,21 @@ def verdict_on(claimed: float | None, loss: PrivacyLoss) -> str | None:
 
 
 def price_setting(setting: ForeignSetting, write: Path | None, *, as_json: bool) -> None:
-    """Print what a setting costs in each reading and whether its claim holds; write an experiment.
+    """Print a setting's cost in each reading and whether its claim holds; write an experiment.
 
     As JSON: the setting, and for each reading its numbers; `verdict` is null without a claim.
     """
     if write is not None:
         write_new(write, setting.experiment().encode())
-    rows, shown, reasons = [], [], []
+    rows, cells, reasons = [], [], []
     for reading, reason, event in setting.readings():
         loss, q = epsilon([event], setting.delta), event.sampling.sampling_probability
         verdict, z = verdict_on(setting.claimed_epsilon, loss), event.noise_multiplier
         row = {"reading": reading, "sampling_probability": q, "noise_multiplier": z}
         rows.append(row | asdict(loss) | {"verdict": verdict, "reason": reason})
-        low = epsilon_down(loss.epsilon_low) if math.isfinite(loss.epsilon) else ""
-        ends = low, epsilon_up(loss.epsilon)
-        shown.append([reading, loss.relation, text_up(q, 4), text_down(z), *ends, verdict or ""])
+        lower_end = epsilon_down(loss.epsilon_low) if math.isfinite(loss.epsilon) else ""
+        ends = lower_end, epsilon_up(loss.epsilon)
+        cells.append([reading, loss.relation, text_up(q, 4), text_down(z), *ends, verdict or ""])
         reasons.append(f"{reading}: {reason}")
     if as_json:
         print(json_text({"setting": asdict(setting), "prices": rows}))  # noqa: T201
@@ -227,8 +227,8 @@ def price_setting(setting: ForeignSetting, write: Path | None, *, as_json: bool)
     claim = f", claimed {setting.claimed_epsilon:g}" if setting.claimed_epsilon else ""
     title = f"ε of {setting.rounds:,} rounds at δ = {setting.delta}{claim}"
     console = screen()
-    print_table(Table(title, headings, shown), console)
+    print_table(Table(title, headings, cells), console)
     if write is not None:
-        reasons.append(f"{write} has Poisson sampling, for which the first row holds.")
+        reasons.append(f"{write} has Poisson sampling, so the first row applies.")
     for reason in reasons:
         console.print(reason)

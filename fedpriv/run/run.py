@@ -71,10 +71,10 @@ from fedpriv.training.rounds import (
 if TYPE_CHECKING:
     import pandas as pd
 
-_MEASURED = ("loss", "accuracy", "figures", "held_out_users")  # on held-out rows
-# Sections that are no part of a plan.
+_MEASURED = ("loss", "accuracy", "figures", "held_out_users")  # figures of held-out rows
+# Sections that are not part of a plan.
 _MAY_CHANGE = ("engine", "federation", "output", "trackers", "tune")
-# Sections of a plan that its digest does not hold in full.
+# Sections of a plan that its digest does not cover in full.
 _NOT_IN_DIGEST = ("data", "federated_evaluation", "personalisation")
 _log = logging.getLogger(__name__)
 
@@ -88,8 +88,8 @@ class RunSetup:
     folder: RunFolder
     ledger: Path
     resuming: bool
-    keep_going: bool = False  # whether it goes on though too few users count
-    start: Path | None = None  # folder of the run whose model it starts from
+    keep_going: bool = False  # True: the run continues even if too few users count
+    start: Path | None = None  # folder of a run, whose model this run starts from
 
     @classmethod
     def at(
@@ -104,10 +104,10 @@ class RunSetup:
     ) -> Self:
         """Start or `resume` the run in `out`, by default a new folder in `home`.
 
-        With `start`, it starts from that run's model and charges that run's ledger.
+        With `start`, the new run starts from that run's model and charges that run's ledger.
         """
-        need = "--resume needs --out, in Python out=..., the folder of the run to go on with"
-        require(not resume or out is not None, need)
+        limit = "--resume needs --out, in Python out=..., the folder of the run to continue"
+        require(not resume or out is not None, limit)
         if start is not None:
             config = _charging_for(start, config)
         # A seeded run can be repeated, so its name is the same each time.
@@ -115,25 +115,24 @@ class RunSetup:
         run = config.run or f"{config.name}-{suffix}"
         folder = RunFolder(out or home / run)
         if not resume:
-            folder.refuse_run()  # before the charges of that run seem to exceed the budget
+            folder.refuse_run()  # otherwise the charges of that run might seem to exceed the budget
         resuming = resume and folder.plan.exists()
         if resuming:
-            begun = load_config(folder.plan)
-            noise_multiplier = begun.privacy.noise_multiplier
-            if begun.run is None or noise_multiplier is None:
+            first_plan = load_config(folder.plan)
+            noise_multiplier = first_plan.privacy.noise_multiplier
+            if first_plan.run is None or noise_multiplier is None:
                 raise InvalidValueError(
-                    f"{folder.plan} is damaged: a plan that was begun has run and "
-                    "privacy.noise_multiplier"
+                    f"{folder.plan} is damaged: it must have run and privacy.noise_multiplier"
                 )
-            run = begun.run
+            run = first_plan.run
             if config.privacy.noise_multiplier is None:
-                # A new calibration would find other noise, since the ledger has grown.
+                # A new calibration would give other noise, since the ledger has grown.
                 config = config.with_noise(noise_multiplier)
             if config.engine.path == "auto":
-                # Timing might choose another path now, whose results differ by rounding.
-                config = config.changed(engine={"path": begun.engine.path})
-            if config.privacy.ledger is None:  # also that of the run whose model it started from
-                config = config.changed(privacy={"ledger": begun.privacy.ledger})
+                # Timing might now choose another path, whose results differ by rounding.
+                config = config.changed(engine={"path": first_plan.engine.path})
+            if config.privacy.ledger is None:  # it may be that of the run whose model was the start
+                config = config.changed(privacy={"ledger": first_plan.privacy.ledger})
         return cls(config, run, folder, folder.charged(config), resuming, keep_going, start)
 
     @property
@@ -144,21 +143,21 @@ class RunSetup:
     def refuse_taken_name(self) -> None:
         """Refuse a new run if its ledger has rounds of another run with this name.
 
-        Nobody could tell the charges of these runs apart.
+        The charges of the two runs could not be told apart.
         """
         if not self.ledger.exists():
             return
         with Ledger.open(self.ledger) as ledger:
             if own_charges(self.run, ledger.charges()):
                 raise InvalidValueError(
-                    f"run is {self.run!r}, and {self.ledger} has rounds with this name of another "
+                    f"run is {self.run!r}, and {self.ledger} has rounds of this name from another "
                     f"folder; change {'run' if self.config.run else 'name or seed'}, or resume it"
                 )
 
     def on_nodes(
         self, section: FederationSection, population: str, user_ids: Sequence[str]
     ) -> Experiment:
-        """Return the experiment on a population of users at nodes, with these ids by position."""
+        """Return the experiment on the users of nodes, who have these ids by position."""
         self.refuse_true_figures("on nodes")
         if self.config.training().max_examples is None:
             raise InvalidValueError(
@@ -181,7 +180,7 @@ class RunSetup:
         return replace(experiment, enrolled=digest_of_users(user_ids)).naming(classes)
 
     def refuse_true_figures(self, where: str) -> None:
-        """Refuse settings that only a simulation in one process can have."""
+        """Refuse settings that only a simulation in one process supports."""
         config, local = self.config, self.config.local
         if config.output.simulation_only:
             setting, must_be = "output.simulation_only is true", "false"
@@ -201,7 +200,7 @@ class RunSetup:
         )
 
     def refuse_examples(self, plan: TrainingPlan, where: str) -> None:
-        """Refuse a policy that draws examples of users, whatever its name in the file."""
+        """Refuse a policy that draws users' examples, whatever its name in the file."""
         if plan.sampling.drawn is not plan.sampling.unit:
             raise InvalidValueError(
                 f"sampling.policy {self.config.sampling.policy!r} draws examples of users; {where} "
@@ -209,22 +208,22 @@ class RunSetup:
             )
 
     def write_plan(self, experiment: Experiment) -> None:
-        """Make the folder with the resolved plan."""
+        """Create the folder with the resolved plan."""
         self.folder.create()
-        # The plan last: a folder that has it holds a run, and then has the digest too.
+        # The plan last: a folder that has it holds a run, and must then have the digest too.
         write_atomically(self.folder.plan_digest, f"{experiment.plan.digest}\n".encode())
         write_atomically(self.folder.plan, self._resolved_plan(experiment).encode())
 
     def write_budget(self, experiment: Experiment) -> None:
         """Write the budget and the ledger of a resumed run into its plan."""
-        begun, privacy = load_config(self.folder.plan), experiment.config.privacy
-        if self.resuming and privacy != begun.privacy:
-            config = begun.model_copy(update={"privacy": privacy})
+        first_plan, privacy = load_config(self.folder.plan), experiment.config.privacy
+        if self.resuming and privacy != first_plan.privacy:
+            config = first_plan.model_copy(update={"privacy": privacy})
             plan = self._resolved_plan(replace(experiment, config=config))
             write_atomically(self.folder.plan, plan.encode())
 
     def _resolved_plan(self, experiment: Experiment) -> str:
-        """Return the configuration as TOML for a file in the folder, under a head of facts."""
+        """Return the configuration as TOML for a file in the folder, after a header of facts."""
         plan, facts = experiment.plan, dict[str, object]()
         if self.start:
             source, place = RunFolder(self.start), os.path.relpath(self.start, self.folder.path)
@@ -240,22 +239,22 @@ class RunSetup:
         for query in plan.mechanism.query.events:
             norm, noise = text_up(query.clipping_norm), text_down(query.noise_stddev)
             facts[f"group {query.group}"] = f"clipping norm {norm}, noise stddev {noise}"
-        # Names may hold ends of lines.
+        # Names may contain line ends.
         head = "".join(f"# {one_line(f'{name}: {value}')}\n" for name, value in facts.items())
         table = experiment.config.model_dump(exclude_none=True)
         return head + tomli_w.dumps(for_folder(self.folder.path, table))
 
     def refuse_other_plan(self, experiment: Experiment) -> None:
-        """Refuse to resume a run with a plan other than its first."""
+        """Refuse to resume a run with a plan other than its first one."""
         if not self.resuming:
             return
         path, digest = self.folder.plan_digest, experiment.plan.digest
-        begun = path.read_text("ascii", "replace").strip() if path.exists() else "unknown"
+        old_digest = path.read_text("ascii", "replace").strip() if path.exists() else "unknown"
         changes = _differences(self.folder, experiment.config)
-        if begun == digest:
-            reason = " and ".join(each for each in changes if each.startswith(_NOT_IN_DIGEST))
+        if old_digest == digest:
+            reason = " and ".join(change for change in changes if change.startswith(_NOT_IN_DIGEST))
         else:
-            reason = f"by {path} the run began with plan {begun[:12]!r}, this is {digest[:12]!r}"
+            reason = f"{path}: the run began with plan {old_digest[:12]!r}, this is {digest[:12]!r}"
             reason += f" ({' and '.join(changes)})" if changes else ""
         bound = "a run can only be resumed with the plan it began with"
         require(not reason, f"{reason}; {bound}")
@@ -266,33 +265,33 @@ def _charging_for(start: Path, config: Config) -> Config:
     folder, ledger = RunFolder(start), config.privacy.ledger
     if not folder.plan.exists():
         raise InvalidValueError(f"{start} holds no run to start from; {folder.plan.name} is absent")
-    paid = folder.charged(load_config(folder.plan)).absolute()
-    if ledger and Path(ledger).resolve() != paid.resolve():
+    old_ledger = folder.charged(load_config(folder.plan)).absolute()
+    if ledger and Path(ledger).resolve() != old_ledger.resolve():
         raise InvalidValueError(
-            f"privacy.ledger is {ledger}, and the model of {start} was charged to {paid}; a run "
-            "that starts from it must charge that ledger too, so leave privacy.ledger out"
+            f"privacy.ledger is {ledger}, and the model of {start} was charged to {old_ledger}; "
+            "a run that starts from it must charge that ledger too, so leave privacy.ledger out"
         )
-    return config.changed(privacy={"ledger": str(paid)})
+    return config.changed(privacy={"ledger": str(old_ledger)})
 
 
-def _differences(folder: RunFolder, now: Config) -> list[str]:
-    """Return differences from the run in a folder in settings that it must keep when resumed."""
+def _differences(folder: RunFolder, current: Config) -> list[str]:
+    """Return differences from a folder's run in settings that a resumed run must keep."""
     tables = (
         config.model_dump(exclude=set(_MAY_CHANGE), exclude_none=True)
-        for config in (load_config(folder.plan), now)
+        for config in (load_config(folder.plan), current)
     )
-    old, new = (flattened(for_folder(folder.path, table)) for table in tables)
+    before, after = (flattened(for_folder(folder.path, table)) for table in tables)
     return [
-        f"{key} is {new.get(key, 'absent')!s:.40}, was {old.get(key, 'absent')!s:.40}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key, {}) != new.get(key, {})
+        f"{key} is {after.get(key, 'absent')!s:.40}, was {before.get(key, 'absent')!s:.40}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key, {}) != after.get(key, {})
     ]
 
 
 def held_out_rows(config: Config, section: FederationSection) -> tuple[HeldOut, tuple[str, ...]]:
-    """Return rows of no enrolled user, and the public names of their classes.
+    """Return held-out rows, which no enrolled user has, and the public names of their classes.
 
-    They are those of `federation.held_out`, or else of `data`, if it is given.
+    They come from `federation.held_out` or else from `data`, if it is given.
     """
     if section.held_out is None:
         population = config.data and load_population(config.data.name, config.data.options)
@@ -314,13 +313,13 @@ class Run(RunEnd):
     folder: Path  # of plan, ledger, metrics, checkpoints and model
     task: Task = field(repr=False)
     state: ServerState = field(repr=False)  # at the end; all of it was released
-    ledger: Path  # which other runs may have charged too
-    audit: AuditResult | None  # of its own releases, if it was audited
-    # The round of the best model on held-out rows, by accuracy, else by loss, and its state. These
-    # rows chose the model, so its figures on other rows are likely to be worse.
+    ledger: Path  # other runs may have charged it too
+    audit: AuditResult | None  # of this run's releases, if it was audited
+    # The round of the best model on held-out rows, by accuracy, else by loss, and its state. The
+    # model was chosen by these rows, so its figures on other rows are likely to be worse.
     best: RoundResult | None
     best_state: ServerState | None = field(repr=False)
-    # Results of all rounds that led to the model, also of those before the run was resumed.
+    # Results of all rounds that led to the model, including those before the run was resumed.
     rounds: tuple[RoundResult, ...] = field(repr=False)
 
     @property
@@ -353,7 +352,7 @@ class Run(RunEnd):
         return data_frame([{"round": r.round, **r.scalars} for r in self.rounds])
 
     def trade_off(self) -> TradeOff:
-        """Return how well any test can tell whether one user took part, by the ledger's charges."""
+        """Return the trade-off of tests that guess whether one user took part, by the ledger."""
         record = read_run(self.folder)
         return trade_off(record.ledger.events, record.accountant)
 
@@ -367,39 +366,39 @@ class Run(RunEnd):
 
 
 Hosted = Callable[[Experiment, PrivacyRecords], Transport]
-"""Makes the transport to the users of an experiment, once its records are open."""
+"""Makes the transport to an experiment's users, once its records are open."""
 Follow = Callable[[Experiment, int, Callable[[OnRound], Run]], Run]
-"""Shows a run: gets the number of released rounds, and a function that runs it with an observer."""
+"""Shows a run, given the number of released rounds and a function that runs it with an observer."""
 
 
 def _state_after(source: Path, experiment: Experiment) -> ServerState:
     """Return the state before the first round of a run that starts from another run's model.
 
-    It has the parameters and running statistics of that run's end, and the state of its server
-    optimiser if both optimisers have the same name. InvalidValueError: the models differ.
+    It has that run's final parameters and running statistics, and the state of its server optimiser
+    if both optimisers have the same name. InvalidValueError: the models differ.
     """
-    folder, plan, begun = RunFolder(source), experiment.plan, experiment.initial_state
+    folder, plan, fresh = RunFolder(source), experiment.plan, experiment.initial_state
     _, release = read_released(folder.model)
     if not (paths := checkpoints(folder.checkpoints)):
-        raise InvalidValueError(f"{source} holds no checkpoint, from which a run could start")
+        raise InvalidValueError(f"{source} holds no checkpoint for a run to start from")
     state = load_checkpoint(paths[-1]).state
-    ours, theirs = ({n: [*t.shape] for n, t in s.model.items()} for s in (begun, state))
-    for name in {**ours, **theirs}:
-        if ours.get(name) != theirs.get(name):
-            there, here = theirs.get(name, "absent"), ours.get(name, "absent")
+    shapes, source_shapes = ({n: [*t.shape] for n, t in s.model.items()} for s in (fresh, state))
+    for name in {**shapes, **source_shapes}:
+        if shapes.get(name) != source_shapes.get(name):
+            source_shape, shape = source_shapes.get(name, "absent"), shapes.get(name, "absent")
             raise InvalidValueError(
-                f"trained tensor {name!r} is {there} in {source} and {here} in the run that starts "
-                "from it; both must train the same tensors, of the same shapes"
+                f"trained tensor {name!r} is {source_shape} in {source} and {shape} in the run "
+                "that starts from it; both must train the same tensors, of the same shapes"
             )
     if release["frozen"]["sha256"] != sha256_of(frozen_of(experiment.task)):
         raise InvalidValueError(
             f"frozen tensors of the model differ from those of {source}; a run that starts from it "
             "must have the same"
         )
-    statistics = {name: state.statistics[name] for name in begun.statistics}
+    statistics = {name: state.statistics[name] for name in fresh.statistics}
     state_before = initial_state(plan, state.parameters, statistics)
-    same = load_config(folder.plan).server.optimizer == experiment.config.server.optimizer
-    return replace(state_before, optimizer=state.optimizer) if same else state_before
+    is_same = load_config(folder.plan).server.optimizer == experiment.config.server.optimizer
+    return replace(state_before, optimizer=state.optimizer) if is_same else state_before
 
 
 def state_to_start_from(
@@ -407,19 +406,19 @@ def state_to_start_from(
 ) -> ServerState:
     """Return the state of the newest checkpoint, or the initial one.
 
-    CheckpointError: the checkpoint does not fit the plan and the ledger, or checkpoints are lost,
-    so that an untrained model would replace the trained one, or rounds would be charged again.
+    CheckpointError: the checkpoint does not fit the plan and the ledger, or checkpoints are lost.
+    Otherwise an untrained model would replace the trained one, or rounds would be charged again.
     """
     plan, output = experiment.plan, experiment.config.output
     if paths := checkpoints(folder.checkpoints):
         return resume(paths[-1], plan, records.ledger)
-    begun = load_config(folder.plan).output
-    first = max(output.checkpoint_every, begun.checkpoint_every)
-    late = [row for row in own_charges(plan.run, records.ledger.charges()) if row.round > first]
+    first_output = load_config(folder.plan).output
+    due_round = max(output.checkpoint_every, first_output.checkpoint_every)
+    late = [row for row in own_charges(plan.run, records.ledger.charges()) if row.round > due_round]
     if late or folder.model.exists():
-        had = f"charged round {late[0].round}" if late else f"made {folder.model}"
+        reason = f"charged round {late[0].round}" if late else f"made {folder.model}"
         raise CheckpointError(
-            f"{folder.checkpoints} holds no checkpoint, and the run that {had} had one; restore "
+            f"{folder.checkpoints} holds no checkpoint, and the run that {reason} had one; restore "
             "it, or start another run"
         )
     return experiment.initial_state
@@ -438,23 +437,23 @@ def conduct(
 ) -> Run:
     """Run an experiment to its end or to the end of its budget, and write everything into a folder.
 
-    The run ends early if its releases say that too few users count, unless it is to keep going.
-    After each release it writes the metrics, then the checkpoint, and then calls the observers. So
-    if every round has a checkpoint, a crash loses at most one charged round. A resumed run repeats
-    the rounds since its last checkpoint as new attempts, with new charges. The run waits for room
-    to write. `clock` gives the seconds that time the rounds of a simulation; None in a deployment.
+    The run ends early if its releases show that too few users count, unless `keep_going`. After
+    each release it writes the metrics, then the checkpoint, and then calls the observers. So if
+    every round has a checkpoint, a crash loses at most one charged round. A resumed run repeats the
+    rounds since its last checkpoint as new attempts, with new charges. If the disk is full, the run
+    waits. `clock` returns the seconds that time a simulation's rounds; None in a deployment.
     """
     plan, sampling = experiment.plan, experiment.plan.sampling.event()
     output, evaluation = experiment.config.output, experiment.evaluation
     models = _Models(folder, experiment, records)
     _settle(experiment, records)
     folder.forget_end()
-    if keep_going:  # the round that stated the budget is one in the middle now
+    if keep_going:  # the round that stated the budget is no longer the last one
         _restate(folder, state.round, records.ledger.epsilon(records.budget))
     observed: tuple[OnRelease, ...] = (auditor.observe,) if auditor else ()
     rounds = train(plan, state, transport, records, experiment.entropy, *observed)
     counted = Contributors.of(folder.results()[: state.round], sampling)
-    # The number of examples of users is an estimate, which may be far too large.
+    # The number of users' examples is an estimate, which may be far too large.
     watched = plan.sampling.drawn is plan.sampling.unit and not keep_going
     while True:
         if watched and counted.too_few:
@@ -488,7 +487,7 @@ def conduct(
 
 
 class _Models:
-    """The last and the best of a run's models on held-out rows, their checkpoints, and the end.
+    """The last and the best model of a run on held-out rows, their checkpoints, and its end.
 
     A resumed run finds its best model among its checkpoints.
     """
@@ -496,10 +495,10 @@ class _Models:
     def __init__(self, folder: RunFolder, experiment: Experiment, records: PrivacyRecords) -> None:
         self._folder, self._experiment, self._records = folder, experiment, records
         self.last, self.figures = cast(ServerState | None, None), dict[str, Any]()
-        kept = {path.stem: path for path in checkpoints(folder.checkpoints)}
-        named = {f"round-{result.round:06d}": result for result in folder.results()}
-        self.round = best_round(result for stem, result in named.items() if stem in kept)
-        path = self.round and kept[f"round-{self.round.round:06d}"]
+        paths = {path.stem: path for path in checkpoints(folder.checkpoints)}
+        results = {f"round-{result.round:06d}": result for result in folder.results()}
+        self.round = best_round(result for stem, result in results.items() if stem in paths)
+        path = self.round and paths[f"round-{self.round.round:06d}"]
         self.checkpoint = load_checkpoint(path) if path else None
 
     def _at(self, state: ServerState) -> Checkpoint:
@@ -516,7 +515,7 @@ class _Models:
         return self.figures
 
     def consider(self, result: RoundResult, state: ServerState) -> None:
-        """Remember a round and its state if its model is better than all before."""
+        """Remember a round and its state if its model is better than all earlier ones."""
         rounds = [self.round, result] if self.round else [result]
         if best_round(rounds) is result:
             self.round, self.checkpoint = result, self._at(state)
@@ -528,8 +527,8 @@ class _Models:
         """
         if self.round and self.checkpoint:
             last = self._folder.results()[-1]
-            stated = replace(self.round, epsilon=last.epsilon, randomness=last.randomness)
-            self._write(self._folder.best, self.checkpoint.state, [stated])
+            result = replace(self.round, epsilon=last.epsilon, randomness=last.randomness)
+            self._write(self._folder.best, self.checkpoint.state, [result])
 
     def write_mean(self, state: ServerState) -> dict[str, Any]:
         """Write the mean of the last models, if there is one yet, and return its figures."""
@@ -539,9 +538,9 @@ class _Models:
         self._write(self._folder.mean, averaged, self._folder.results())
         return _measured(self._experiment, state.mean)
 
-    def _write(self, path: Path, state: ServerState, about: Sequence[RoundResult]) -> None:
-        """Write the model of a state into a file, with what these rounds say about it."""
-        model = released_model(self._experiment.task, state, about, self._experiment.classes)
+    def _write(self, path: Path, state: ServerState, results: Sequence[RoundResult]) -> None:
+        """Write the model of a state into a file, with the results of these rounds."""
+        model = released_model(self._experiment.task, state, results, self._experiment.classes)
         with_room(lambda: write_atomically(path, model))
 
     def ended(
@@ -549,10 +548,10 @@ class _Models:
     ) -> Run:
         """Write the models and the end of the run into its folder, and return the run."""
         folder, experiment, records = self._folder, self._experiment, self._records
-        plan, charged = experiment.plan, records.ledger.epsilon(records.budget)
+        plan, cost = experiment.plan, records.ledger.epsilon(records.budget)
         early = stop is Stop.TOO_FEW and state.round < plan.rounds
-        epsilon, results = records.budget.epsilon if early else charged, folder.results()
-        # Releases after a checkpoint led nowhere if the resumed run could repeat none of them.
+        epsilon, results = records.budget.epsilon if early else cost, folder.results()
+        # Releases after a checkpoint are lost if the resumed run could repeat none of them.
         if stop is Stop.TOO_FEW or (results and results[-1].round > state.round):
             _restate(folder, state.round, epsilon)
         results = folder.results()
@@ -566,15 +565,15 @@ class _Models:
         larger, enrolled_epsilon = plan.sampling.event().projection, None
         if larger is not None:
             accountant = accountant_named(experiment.config.privacy.accountant)
-            spent, delta = records.ledger.spent(), records.budget.delta
-            enrolled_epsilon = accountant.upper_epsilon(spent, delta)
-        told = notes.of_run(experiment, stop, counted, results, charged, self.figures["loss"])
+            events, delta = records.ledger.spent(), records.budget.delta
+            enrolled_epsilon = accountant.upper_epsilon(events, delta)
+        warnings = notes.of_run(experiment, stop, counted, results, cost, self.figures["loss"])
         end = RunEnd(
             stop=stop,
             round=state.round,
             epsilon=epsilon,
             delta=records.budget.delta,
-            warnings=tuple(told),
+            warnings=tuple(warnings),
             mean_accuracy=mean.get("accuracy"),
             mean_loss=mean.get("loss"),
             as_if=larger.population if larger else None,
@@ -596,7 +595,7 @@ class _Models:
 
 
 def _settle(experiment: Experiment, records: PrivacyRecords) -> None:
-    """Charge the round and the query that a killed run had drawn, if the budget allows each."""
+    """Charge the round and the query that a killed run had drawn, where the budget allows."""
     evaluation = experiment.evaluation
     for run in (experiment.plan.run, *([evaluation.run] if evaluation else [])):
         with suppress(BudgetExceededError):
@@ -604,16 +603,16 @@ def _settle(experiment: Experiment, records: PrivacyRecords) -> None:
 
 
 def _restate(folder: RunFolder, number: int, epsilon: float) -> None:
-    """Write the result of a round again if the ε of its run has changed since."""
+    """Write a round's result again if its run's ε has changed since."""
     for result in folder.results():
         if result.round == number and result.epsilon != epsilon:
             with_room(partial(folder.append_metrics, asdict(replace(result, epsilon=epsilon))))
 
 
 def _measured(experiment: Experiment, model: Tensors) -> dict[str, Any]:
-    """Return figures of a model on held-out rows, and after users of these personalise it.
+    """Return figures of a model on held-out rows, also after their users personalise it.
 
-    A figure that cannot be computed is only logged, so that it costs a run nothing.
+    A figure that cannot be computed is only logged, so that it does not end a run.
     """
     task, users, classes = experiment.task, experiment.personalised, experiment.classes
     general, personal = dict[str, Any](), dict[str, Any]()
@@ -627,9 +626,9 @@ def _measured(experiment: Experiment, model: Tensors) -> dict[str, Any]:
             _log.warning("held-out users cannot personalise the model: %s", error)
     if task.personal or not personal:
         return general or personal or {"loss": None, "accuracy": None}
-    own = {"accuracy": personal["accuracy"], "loss": personal["loss"], **personal["figures"]}
-    more = {name: value for name, value in own.items() if value is not None}
-    for key, figures in (("figures", more), ("held_out_users", personal["held_out_users"])):
+    values = {"accuracy": personal["accuracy"], "loss": personal["loss"], **personal["figures"]}
+    numbers = {name: value for name, value in values.items() if value is not None}
+    for key, figures in (("figures", numbers), ("held_out_users", personal["held_out_users"])):
         general[key] = general[key] | {f"personalised_{n}": value for n, value in figures.items()}
     return general
 
@@ -642,14 +641,14 @@ def _figures(evaluation: Evaluation) -> dict[str, Any]:
 
 @contextmanager
 def opened(setup: RunSetup, experiment: Experiment) -> Iterator[tuple[PrivacyRecords, ServerState]]:
-    """Open the folder and records of a run, and yield records and the state to start from."""
-    folder, plan, before = setup.folder, experiment.plan, None
+    """Open the folder and records of a run; yield the records and the state to start from."""
+    folder, plan, start_state = setup.folder, experiment.plan, None
     if setup.resuming:
         setup.refuse_other_plan(experiment)
     else:
         check_budget(experiment, spent_in(setup.ledger, plan.population))
         setup.refuse_taken_name()
-        before = _state_after(setup.start, experiment) if setup.start else None
+        start_state = _state_after(setup.start, experiment) if setup.start else None
         folder.create()
     files, budget = (setup.ledger, record_path(setup.ledger)), experiment.budget
     with (
@@ -657,20 +656,20 @@ def opened(setup: RunSetup, experiment: Experiment) -> Iterator[tuple[PrivacyRec
         PrivacyRecords.open(*files, plan.population, budget, resuming=setup.resuming) as records,
     ):
         records.participation.bind(setup.run, experiment.enrolled)
-        if before:  # before the plan, as a folder with a plan is resumed from its checkpoints
-            begun = Checkpoint(before, plan.digest, records.ledger.head)
-            save_checkpoint(folder.checkpoints, begun)
+        if start_state:  # before the plan, as a folder with a plan is resumed from its checkpoints
+            checkpoint = Checkpoint(start_state, plan.digest, records.ledger.head)
+            save_checkpoint(folder.checkpoints, checkpoint)
         # After ledger and record were created: a run that is resumed without them has lost them.
         if not setup.resuming:
             setup.write_plan(experiment)
         state = state_to_start_from(folder, experiment, records)
         folder.results()  # damaged metrics are refused before users are asked
-        setup.write_budget(experiment)  # after the ledger was found to be the run's
+        setup.write_budget(experiment)  # after the check that the ledger is the run's
         yield records, state
 
 
 def spent_in(ledger: Path, population: str | None = None) -> list[RoundEvent]:
-    """Return the events of a ledger, if it exists; LedgerError if it is of another population."""
+    """Return the events of a ledger, if it exists; LedgerError if its population differs."""
     if not ledger.exists():
         return []
     with Ledger.open_or_create(ledger, population) if population else Ledger.open(ledger) as opened:

@@ -97,38 +97,37 @@ def simulate(
     ...     len(run.rounds), run.epsilon <= 8.0
     (2, True)
 
-    Beside the population, the task, and how the server trains:
+    Arguments besides the population and the task:
 
-    * mechanism: with noise, from `Mechanism.calibrate` or `Mechanism.with_noise`. Its unit is what
-      the guarantee protects: each user, each example or each microbatch of the population.
-    * local: how users train, by default SGD(0.3, batch_size=32, epochs=1); left out with another
-      unit, whose update is one gradient.
+    * mechanism: with noise, from `Mechanism.calibrate` or `Mechanism.with_noise`. The guarantee
+      protects its unit: each user, each example or each microbatch of the population.
+    * local: how users train, by default SGD(0.3, batch_size=32, epochs=1); leave it out for other
+      units, whose update is one gradient.
     * server: how the server steps, by default FedAdam(0.03) without a clipping norm, and FedAvg()
       with one. All defaults are those of a file, see docs/choosing-settings.md.
-    * federated_evaluation: users evaluate released models on examples that are kept from training.
-      Its queries are charged too; a calibrated mechanism is calibrated again to what is left.
-    * personalisation: held-out users make released models their own before they measure them, and
-      so do users in a federated evaluation.
+    * federated_evaluation: users evaluate released models on examples excluded from training. Its
+      queries are charged too; a calibrated mechanism is calibrated again to the remaining budget.
+    * personalisation: held-out users personalise released models before they measure them, and so
+      do users in a federated evaluation.
     * audit: adds invented users, and bounds ε from below by the run's own releases: `Run.audit`.
-    * rounds: T; by default what the mechanism was calibrated for.
+    * rounds: T; by default the number that the mechanism was calibrated for.
     * out: folder of the run; by default a new one under runs/.
-    * resume: go on with the run in `out`, or start it if there is none.
-    * keep_going: go on though too few users count. Otherwise the run is refused before its first
-      round, or ends once noised counts of contributors say so; see `Run.warnings`.
-    * start: folder of a run whose model this one goes on from, with the state of the server's
-      optimiser if it is of the same class. Its ledger is charged too, and a calibrated mechanism is
-      calibrated again to what is left there of its ε.
+    * resume: continue the run in `out`, or start it if there is none.
+    * keep_going: continue even if too few users count. Otherwise the run is refused before its
+      first round, or ends once noised counts of contributors say so; see `Run.warnings`.
+    * start: folder of a run; this run starts from its model, and from the state of its server
+      optimiser if that has the same class. This run charges the same ledger, and a calibrated
+      mechanism is calibrated again to the rest of its ε there.
     * name: begins the name of the run in the ledger.
     * seed: makes the run repeatable; the guarantee then does not hold against those who know it.
-    * ledger: a ledger that several runs on the same users charge together; by default one in the
-      folder of the run.
+    * ledger: a ledger shared by runs on the same users; by default one in the folder of the run.
     * evaluate_every: rounds between evaluations on the held-out rows.
     * checkpoint_every: rounds between checkpoints.
-    * trackers: told when the run starts, after each release and when it ends; functions are called
-      with each `RoundResult`.
+    * trackers: informed when the run starts, after each release and when it ends; functions are
+      called with each `RoundResult`.
     * simulation_only: also record true figures of each round, which no guarantee covers.
-    * engine: where and how fast users train, by default on a GPU if there is one, or in as many
-      processes as torch has threads. With processes=1 nothing is forked.
+    * engine: where users train and with how many processes, by default on a GPU if there is one,
+      or in as many processes as torch has threads. With processes=1 nothing is forked.
     * quiet: print nothing.
     """
     followers = named(trackers)
@@ -143,15 +142,15 @@ def simulate(
     config = settings_of(name, population, method, engine, ledger, **numbers, **sections)
     place, source = (Path(path) if path else None for path in (out, start))
     setup = RunSetup.at(config, place, resume=resume, keep_going=keep_going, start=source)
-    if setup.resuming and mechanism.rounds:  # it goes on with the noise that it started with
+    if setup.resuming and mechanism.rounds:  # the run keeps the noise that it started with
         noise_multiplier = setup.config.privacy.noise_multiplier
         mechanism = replace(mechanism, noise_multiplier=noise_multiplier, rounds=None)
     elif (federated_evaluation or start) and mechanism.rounds:
         mechanism = replace(mechanism, noise_multiplier=None)
     method = replace(method, mechanism=mechanism)
     console = screen(quiet=quiet)
-    spent = setup.spent if federated_evaluation or start else ()
-    experiment, transport = on_population(setup.config, setup.run, population, spent, method)
+    events = setup.spent if federated_evaluation or start else ()
+    experiment, transport = on_population(setup.config, setup.run, population, events, method)
     experiment = replace(experiment, trackers=followers)
     return execute(setup, *in_process(setup, experiment, transport, console), console)
 
@@ -166,7 +165,7 @@ def run_simulation(file: Path, assignments: list[str], out: Path | None, **how: 
 def in_process(
     setup: RunSetup, experiment: Experiment, transport: InProcessTransport, console: Console
 ) -> tuple[Experiment, Hosted]:
-    """Return the experiment with the path that its users take, and the transport to them here."""
+    """Return the experiment with its users' training path, and the transport to them here."""
     chosen: Transport = transport
     if experiment.config.output.simulation_only:
         append = setup.folder.append_simulation_only
@@ -175,7 +174,7 @@ def in_process(
         experiment, road = settled(experiment, transport)
         if not (setup.resuming or setup.keep_going):
             refuse_if_few_count(experiment, transport)
-    if road.path == "together":  # else a note says so
+    if road.path == "together":  # otherwise a note says so
         console.print(f"users train {road}")
     return experiment, lambda *_: chosen
 
@@ -215,9 +214,9 @@ class ObservedTransport(Transport):
 def _signal_to_noise(
     plan: TrainingPlan, request: RoundRequest, total: IntegerVector
 ) -> dict[str, float]:
-    """Return the norm of the sum of clipped updates over the RMS norm of its noise, by layer.
+    """Return the ratio of the norm of summed clipped updates to their noise's RMS norm, by layer.
 
-    Both are in the model's units, whatever the clipping; `total` [D] counts steps.
+    Both are in the model's units for any kind of clipping; `total` [D] counts steps.
     """
     norms = tuple(group.clipping_norm for group in request.clipping.groups[: len(plan.groups)])
     mechanism = plan.mechanism_at(norms)
@@ -232,12 +231,12 @@ def _signal_to_noise(
 
 
 def show_allocation(file: Path, assignments: list[str], *, as_json: bool = False) -> None:
-    """Print how a round of an experiment is released and what all rounds cost; spend nothing."""
+    """Print the release of a round and the cost of all rounds of an experiment; spend nothing."""
     config = load_config(file, assignments)
     population, ledger = population_of(config), config.privacy.ledger
     name = records_of(population, config.mechanism()).ledger_name
-    held = spent_in(Path(ledger), name) if ledger else []
-    experiment, _ = on_population(config, "plan", population, held)
+    spent_before = spent_in(Path(ledger), name) if ledger else []
+    experiment, _ = on_population(config, "plan", population, spent_before)
     plan, console = experiment.plan, screen()
     groups = [*_groups(plan)]
     if as_json:
@@ -262,13 +261,13 @@ def show_allocation(file: Path, assignments: list[str], *, as_json: bool = False
     names = ("group", "tensors", "d", "S", "σ", "share", "signal/noise")
     texts: Sequence[Callable[[Any], str]]
     texts = (str, ", ".join, "{:,}".format, text_up, text_down, "{:.1%}".format, "{:.3g}".format)
-    columns = [Column(name, "text" if at < 2 else "number") for at, name in enumerate(names)]
+    columns = [Column(name, "text" if i < 2 else "number") for i, name in enumerate(names)]
     cells = ((*zip(texts, group.values(), strict=True),) for group in groups)
     rows = [[text(value) for text, value in row] for row in cells]
     print_table(Table(title, columns, rows), console)
     for note in notes.of_settings(experiment):
         console.print(f"warning: {note}", style="yellow")
-    for line in (*_facts(experiment, held), "Nothing was spent."):
+    for line in (*_facts(experiment, spent_before), "Nothing was spent."):
         console.print(line)
 
 
@@ -279,7 +278,7 @@ def _charges(experiment: Experiment) -> list[RoundEvent]:
 
 
 def _projected(experiment: Experiment) -> float | None:
-    """Return the ε of all rounds for the population that a projection is to; None without one."""
+    """Return the ε of all rounds for the projected population; None without a projection."""
     if experiment.plan.sampling.event().projection is None:
         return None
     return experiment.budget.epsilon_of(_charges(experiment))
@@ -290,31 +289,31 @@ def _risks(experiment: Experiment) -> Risks:
     return risks_of(trade_off(_charges(experiment), accountant))
 
 
-def _facts(experiment: Experiment, held: Sequence[RoundEvent]) -> Iterator[str]:
-    """Yield lines on what a round draws and adds, and on the cost of the run.
+def _facts(experiment: Experiment, spent_before: Sequence[RoundEvent]) -> Iterator[str]:
+    """Yield lines on a round's draw and noise, and on the cost of the run.
 
-    The events that a shared ledger held have a line of their own.
+    Events that a shared ledger held before have a separate line.
     """
     plan, config = experiment.plan, experiment.config
     sampling, weight, privacy = plan.sampling, plan.averaging.total_weight, config.privacy
-    whose = "the larger population" if sampling.event().projection else "the whole round"
+    scope = "the larger population" if sampling.event().projection else "the whole round"
     yield (
-        f"z = {text_down(plan.noise_multiplier)} of {whose}, "
+        f"z = {text_down(plan.noise_multiplier)} of {scope}, "
         f"{cohort_text(sampling.event())}, expected cohort {sampling.expected_cohort_size:g}"
     )
-    charged, events = f"{plan.rounds} rounds", _charges(experiment)
+    subject, events = f"{plan.rounds} rounds", _charges(experiment)
     if sampling.rounds > 1:
-        charged += f", charged as {plan.event.count} of {sampling.rounds},"
+        subject += f", charged as {plan.event.count} of {sampling.rounds},"
     if experiment.evaluation:
-        charged += " and the evaluation"
+        subject += " and the evaluation"
     loss = epsilon_of(events, privacy.delta, privacy.accountant)
-    spent = f"ε = {epsilon_up(loss.epsilon)} at δ = {privacy.delta}"
-    yield f"{charged} cost {spent}: {loss.assumptions}"
+    cost = f"ε = {epsilon_up(loss.epsilon)} at δ = {privacy.delta}"
+    yield f"{subject} cost {cost}: {loss.assumptions}"
     if (projected := _projected(experiment)) is not None:
         yield f"As a projection, as if that many were enrolled: ε = {epsilon_up(projected)}."
     yield _risks(experiment).text(loss.unit)
-    if held:
-        total = epsilon_of([*held, *events], privacy.delta, privacy.accountant)
+    if spent_before:
+        total = epsilon_of([*spent_before, *events], privacy.delta, privacy.accountant)
         yield f"With what {privacy.ledger} holds, that is ε = {epsilon_up(total.epsilon)}."
     unit = sampling.drawn
     moves = f"{unit} moves the sum of a group"
@@ -334,8 +333,8 @@ def _facts(experiment: Experiment, held: Sequence[RoundEvent]) -> Iterator[str]:
 
 
 def _about_strategy(plan: TrainingPlan) -> str:
-    """Return a line on what correlated noise gains, and what a server keeps for it."""
-    event, kept = plan.mechanism.event, plan.strategy.vectors_kept
+    """Return a line on the gain from correlated noise, and on the memory it takes."""
+    event, vectors = plan.mechanism.event, plan.strategy.vectors_kept
     assert event.sampling.schedule is not None
     schedule = replace(event.sampling.schedule, participations=1)
     if event.sampling.policy is SamplingPolicy.SEPARATED:
@@ -345,8 +344,8 @@ def _about_strategy(plan: TrainingPlan) -> str:
         f"Noise is correlated over {plan.sampling.rounds} rounds: in the models it is "
         f"{errors.mean:.2f} times (root mean square) and {errors.largest:.2f} times (last round) "
         "as large as independent noise under this sampling at the same ε. It is up to "
-        f"{plan.mechanism.noise_growth:.2f} × σ in one round. The server keeps {kept} "
-        f"{'vector' if kept == 1 else 'vectors'} of "
+        f"{plan.mechanism.noise_growth:.2f} × σ in one round. The server keeps {vectors} "
+        f"{'vector' if vectors == 1 else 'vectors'} of "
         f"{plan.mechanism.clipping.layout.dimension:,} numbers for it."
     )
 
@@ -366,6 +365,6 @@ def _groups(plan: TrainingPlan) -> Iterator[dict[str, Any]]:
             "clipping_norm": query.clipping_norm,
             "noise_stddev": query.noise_stddev,
             "share": share,
-            # If every user of an expected cohort contributes the most it may, in one direction.
+            # If all users of an expected cohort contribute their maximum in one direction.
             "signal_to_noise": users * group.clipping_norm / noise if noise else math.inf,
         }

@@ -76,7 +76,7 @@ def execute(
 ) -> Run:
     """Run an experiment in its folder, and print its progress and result.
 
-    `follow` replaces the progress bar. Callbacks are not told how long rounds took.
+    `follow` replaces the progress bar. Callbacks do not learn how long rounds took.
     """
     folder, plan = setup.folder, experiment.plan
     _warn(setup, experiment, console)
@@ -100,7 +100,7 @@ def execute(
 
 
 class Display:
-    """The progress of long work: bars in a terminal or a notebook, elsewhere a line a minute."""
+    """The progress of long work: bars in a terminal or notebook, elsewhere one line per minute."""
 
     def __init__(self, progress: Progress, console: Console) -> None:
         self._progress, self._console = progress, console
@@ -111,24 +111,24 @@ class Display:
         return self._progress.add_task(name, total=rounds, completed=done, figures=())
 
     def update(self, line: TaskID, done: int, *figures: str) -> None:
-        """Update a line; empty figures are left out, and the last ones if bars are short."""
+        """Update a line; empty figures are left out, and the last ones if room is short."""
         self._progress.update(line, completed=done, figures=tuple(filter(None, figures)))
 
     def tell(self, *, last: bool = False) -> None:
-        """Print all lines where bars cannot move: once a minute, and at the end."""
-        now = time.monotonic()
-        if _moves(self._console) or (now - self._told < _BETWEEN_LINES and not last):
+        """Print all lines where bars cannot move, once a minute and at the end."""
+        time_now = time.monotonic()
+        if _moves(self._console) or (time_now - self._told < _BETWEEN_LINES and not last):
             return
-        self._told = now
+        self._told = time_now
         for task in self._progress.tasks:
             seconds = task.time_remaining
-            left = ""
+            remaining = ""
             if seconds is not None and seconds <= _LONGEST:
-                left = f"{timedelta(seconds=round(seconds))} left"
+                remaining = f"{timedelta(seconds=round(seconds))} left"
             figures = "  ".join(task.fields["figures"])
             rounds = f"{task.completed:.0f} of {task.total:.0f} rounds"
             self._console.print(
-                f"{task.description}: {', '.join(filter(None, (rounds, figures, left)))}",
+                f"{task.description}: {', '.join(filter(None, (rounds, figures, remaining)))}",
                 soft_wrap=True,
             )  # fmt: skip
 
@@ -138,27 +138,27 @@ def _moves(console: Console) -> bool:
 
 
 class _Figures(ProgressColumn):
-    """The figures of a line, as many of the first as leave room for a bar."""
+    """The first figures of a line, as many as leave room for a bar."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(Cells())  # which may shrink, since its text can be cut
         self._console = console
 
     def render(self, task: Line) -> Text:
-        shown, rounds = list(task.fields["figures"]), f"{task.total:.0f}"
-        others = 2 * len(rounds) + len("/ 0:00:00    ") + cell_len(task.description) + _BAR
-        while len(shown) > 1 and cell_len("  ".join(shown)) > self._console.width - others:
-            shown.pop()
-        return Text("  ".join(shown), no_wrap=True, overflow="ellipsis")
+        figures, rounds = list(task.fields["figures"]), f"{task.total:.0f}"
+        reserved = 2 * len(rounds) + len("/ 0:00:00    ") + cell_len(task.description) + _BAR
+        while len(figures) > 1 and cell_len("  ".join(figures)) > self._console.width - reserved:
+            figures.pop()
+        return Text("  ".join(figures), no_wrap=True, overflow="ellipsis")
 
 
 @contextmanager
 def displayed(console: Console) -> Iterator[Display]:
     """Yield a display without lines."""
     rounds = MofNCompleteColumn(table_column=Cells(no_wrap=True))
-    left = TimeRemainingColumn(table_column=Cells(no_wrap=True))
+    remaining = TimeRemainingColumn(table_column=Cells(no_wrap=True))
     name = TextColumn("{task.description}", markup=False, table_column=Cells())
-    columns = (rounds, left, name, BarColumn(_BAR), _Figures(console))
+    columns = (rounds, remaining, name, BarColumn(_BAR), _Figures(console))
     with Progress(*columns, console=console, disable=not _moves(console)) as progress:
         display = Display(progress, console)
         try:
@@ -171,23 +171,23 @@ def _with_progress(
     console: Console, experiment: Experiment, first: int, rounds: Callable[[OnRound], Run]
 ) -> Run:
     """Run the rounds, and show progress after each."""
-    plan, last, counted = experiment.plan, "", Contributors()
+    plan, accuracy, counted = experiment.plan, "", Contributors()
     units, sampling = plural(plan.sampling.drawn), plan.sampling.event()
     with displayed(console) as display:
         line = display.add(plan.run, plan.rounds, first)
 
         def show(result: RoundResult) -> None:
-            nonlocal last, counted
+            nonlocal accuracy, counted
             if result.accuracy is not None:
-                last = f"accuracy {result.accuracy:.1%}"
+                accuracy = f"accuracy {result.accuracy:.1%}"
             seconds = result.simulation_only_seconds or math.inf
             # From the expected cohort, since the realised one is private.
             speed = f"{plan.sampling.expected_cohort_size / seconds:,.0f} {units}/s"
-            spent = f"ε {epsilon_up(result.epsilon)}"
-            spent += "" if result.as_if is None else f" as if N = {result.as_if:,}"
+            cost = f"ε {epsilon_up(result.epsilon)}"
+            cost += "" if result.as_if is None else f" as if N = {result.as_if:,}"
             counted = counted.with_round(result, sampling)
             contributors = f"contributors {counted}" if counted else ""
-            figures = (last, spent, *result.metrics_text, contributors, speed)
+            figures = (accuracy, cost, *result.metrics_text, contributors, speed)
             display.update(line, result.round, *figures)
             display.tell()
 
@@ -197,60 +197,60 @@ def _with_progress(
 def released_text(result: RoundResult, rounds: int) -> str:
     """Return one line on a release, for a log."""
     accuracy = () if result.accuracy is None else (f"accuracy {result.accuracy:.1%}",)
-    spent = f"ε {epsilon_up(result.epsilon)} at δ {result.delta}"
+    cost = f"ε {epsilon_up(result.epsilon)} at δ {result.delta}"
     released = f"round {result.round} of {rounds} released"
     noisy = result.scalar_metrics.get(CONTRIBUTORS_METRIC)
     stddev = result.metrics_noise_stddev.get(CONTRIBUTORS_METRIC)
     counted = () if noisy is None else (f"{CONTRIBUTORS_METRIC} {noisy:.4g} ± {stddev:.2g}",)
-    return ", ".join((released, *accuracy, *counted, *result.metrics_text, spent))
+    return ", ".join((released, *accuracy, *counted, *result.metrics_text, cost))
 
 
 def _warn(setup: RunSetup, experiment: Experiment, console: Console) -> None:
-    """Print what the experiment's settings do to its guarantee."""
+    """Print warnings on the effects of the experiment's settings."""
     if not setup.resuming:
-        spent = spent_in(setup.ledger, experiment.plan.population)
-        _warn_of_budget(spent, experiment, console)
+        events = spent_in(setup.ledger, experiment.plan.population)
+        _warn_of_budget(events, experiment, console)
     for note in notes.of_settings(experiment):
         console.print(f"warning: {note}", style="yellow")
     for note in experiment.notes:
         console.print(f"note: {note}", style="yellow")
 
 
-def _warn_of_budget(spent: Sequence[RoundEvent], experiment: Experiment, console: Console) -> None:
+def _warn_of_budget(events: Sequence[RoundEvent], experiment: Experiment, console: Console) -> None:
     """Print a warning if the budget pays for the first round but not for all."""
-    plan, budget, asked = experiment.plan, experiment.budget, experiment.evaluation
-    first, whole = ([*spent, plan.mechanism.event], [*spent, plan.event])
-    whole += [asked.events(plan.rounds)] if asked else []
-    if budget.admits(first) and not budget.admits(whole):
+    plan, budget, evaluation = experiment.plan, experiment.budget, experiment.evaluation
+    first_round, all_rounds = ([*events, plan.mechanism.event], [*events, plan.event])
+    all_rounds += [evaluation.events(plan.rounds)] if evaluation else []
+    if budget.admits(first_round) and not budget.admits(all_rounds):
         console.print(
             f"warning: {plan.rounds} rounds would bring ε to "
-            f"{epsilon_up(budget.epsilon_of(whole))}; the run will stop before the budget of "
+            f"{epsilon_up(budget.epsilon_of(all_rounds))}; the run will stop before the budget of "
             f"{budget.epsilon} is passed",
             style="yellow",
         )
 
 
 def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Console) -> None:
-    """Print accuracy beside the (ε, δ) of the ledger."""
+    """Print the accuracy next to the (ε, δ) of the ledger."""
     if console.quiet:
         return
     with Ledger.open(setup.ledger) as ledger:
-        spent, charges, head = ledger.spent(), tuple(ledger.charges()), ledger.head
+        events, charges, head = ledger.spent(), tuple(ledger.charges()), ledger.head
     rows = [
         *_measured_rows(run, experiment.plan),
-        *_privacy_rows(experiment, run, spent, charges),
+        *_privacy_rows(experiment, run, events, charges),
         *_plan_rows(experiment, run, charges),
     ]
     columns = [Column("", "text"), Column("", "text")]
     print_table(Table(experiment.plan.run, columns, rows), console)
-    # In lines of their own, so that they can be copied.
+    # On separate lines, so that they can be copied.
     for line in (
         f"folder {setup.folder.path}",
         f"ledger {setup.ledger}",
         f"head   {head.count}:{head.hash}",
     ):
         console.print(line, soft_wrap=True)
-    # Only lines with this mark may tell whether a user counts as zero; each note has its line.
+    # Only lines with this mark may reveal that a user counts as zero; each note has its own line.
     if any(not note.startswith(SIMULATION_ONLY) for note in run.warnings):
         console.print("what you should know", style="bold")
     for note in run.warnings:
@@ -261,11 +261,11 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
 
 
 def _measured_rows(run: Run, plan: TrainingPlan) -> list[tuple[str, str]]:
-    """Return figures of the model, and metrics that users released."""
+    """Return figures of the model, and the metrics that users released."""
     rows = [] if run.accuracy is None else [("accuracy on held-out rows", f"{run.accuracy:.2%}")]
     if run.loss is not None:
         rows.append(("loss on held-out rows", f"{run.loss:.4f}"))
-    figures: dict[str, list[str]] = {}  # of groups of rows, in one line
+    figures: dict[str, list[str]] = {}  # those of groups of rows share a line
     for name, value in run.figures.items():
         title, _, group = name.partition(": ")
         figures.setdefault(title, []).append(f"{group} {value:.4g}".lstrip())
@@ -276,14 +276,14 @@ def _measured_rows(run: Run, plan: TrainingPlan) -> list[tuple[str, str]]:
         accuracy = run.mean_accuracy
         text = f"loss {run.mean_loss:.4g}" if accuracy is None else f"accuracy {accuracy:.2%}"
         rows.append((f"mean of the models after round {plan.mean_after}", text))
-    for name, over in run.held_out_users.items():
-        quantiles = ", ".join(f"{over[key]:.3g}" for key in ("q10", "q50", "q90"))
-        label = f"{name} of {over['users']:.0f} held-out users"
-        rows.append((label, f"mean {over['mean']:.3g}; 10/50/90%: {quantiles}"))
+    for name, spread in run.held_out_users.items():
+        quantiles = ", ".join(f"{spread[key]:.3g}" for key in ("q10", "q50", "q90"))
+        label = f"{name} of {spread['users']:.0f} held-out users"
+        rows.append((label, f"mean {spread['mean']:.3g}; 10/50/90%: {quantiles}"))
     private = run.rounds[-1].metrics_text if run.rounds else ()
-    when = {True: "users' evaluation of the model", False: "private metric before the last round"}
+    labels = {True: "users' evaluation of the model", False: "private metric before the last round"}
     rows += [
-        (when[text.startswith(EVALUATION_PREFIX)], text.removeprefix(EVALUATION_PREFIX))
+        (labels[text.startswith(EVALUATION_PREFIX)], text.removeprefix(EVALUATION_PREFIX))
         for text in private
     ]
     if counted := Contributors.of(run.rounds, plan.sampling.event()):
@@ -292,12 +292,12 @@ def _measured_rows(run: Run, plan: TrainingPlan) -> list[tuple[str, str]]:
 
 
 def _privacy_rows(
-    experiment: Experiment, run: Run, spent: Sequence[RoundEvent], charges: Sequence[ChargedRow]
+    experiment: Experiment, run: Run, events: Sequence[RoundEvent], charges: Sequence[ChargedRow]
 ) -> list[tuple[str, str]]:
-    """Return the costs of the ledger and of this run, and the assumptions behind them."""
+    """Return the costs of the ledger and of this run, and their assumptions."""
     privacy, plan = experiment.config.privacy, experiment.plan
-    own = own_charges(plan.run, charges)
-    loss = epsilon_of(spent, privacy.delta, privacy.accountant)
+    run_charges = own_charges(plan.run, charges)
+    loss = epsilon_of(events, privacy.delta, privacy.accountant)
     level = f"{plan.sampling.unit}-level (ε, δ)"
     cost = f"({epsilon_up(loss.epsilon)}, {privacy.delta})"
     rows = [(level, cost)]
@@ -305,21 +305,21 @@ def _privacy_rows(
         cost = f"({epsilon_up(run.epsilon)}, {privacy.delta}), a projection"
         rows = [
             (f"{level} as if N = {larger.population:,}", cost),
-            (f"of the {plan.sampling.population:,} who are there", rows[0][1]),
+            (f"for the {plan.sampling.population:,} enrolled", rows[0][1]),
         ]
     early = run.epsilon > loss.epsilon and run.stop is Stop.TOO_FEW
     if early:
         rows = [(level, f"({epsilon_up(run.epsilon)}, {privacy.delta}), the budget")]
         rows.append(("all charges of the ledger", cost))
-    if len(own) < len(charges):
-        alone = epsilon_of(paid_events(own), privacy.delta, privacy.accountant)
-        rows.append(("of which this run alone", epsilon_up(alone.epsilon)))
+    if len(run_charges) < len(charges):
+        loss_of_run = epsilon_of(paid_events(run_charges), privacy.delta, privacy.accountant)
+        rows.append(("this run alone", epsilon_up(loss_of_run.epsilon)))
     if users := protected(charges):
         rows.append(("for users", users))
-    if paid_events(own):
+    if paid_events(run_charges):
         rows.append(("what it means", loss.assumptions))
-        if not early:  # else the ledger is no bound
-            risks = risks_of(trade_off(spent, privacy.accountant))
+        if not early:  # else the ledger's ε is not a bound
+            risks = risks_of(trade_off(events, privacy.accountant))
             rows.append(("what anyone can tell", risks.text(loss.unit)))
         rows.append(("randomness", str(weakest_randomness(charges))))
         rows.append(("sums and noise", str(weakest_arithmetic(charges))))
@@ -329,18 +329,18 @@ def _privacy_rows(
 def _plan_rows(
     experiment: Experiment, run: Run, charges: Sequence[ChargedRow]
 ) -> list[tuple[str, str]]:
-    """Return how many of the planned rounds took place, and by which mechanism."""
+    """Return the number of planned rounds that took place, and their mechanism."""
     plan, clipping = experiment.plan, experiment.config.clipping
-    own = own_charges(plan.run, charges)
-    paying = len(paid_events(own))
-    paid = f", paid by {paying}" if paying < len(own) else ""
+    rows = own_charges(plan.run, charges)
+    paying = len(paid_events(rows))
+    note = f", paid by {paying}" if paying < len(rows) else ""
     stopped = "" if run.stop is Stop.ROUNDS else f": stopped, {run.stop}"
     clipped = "no clipping" if clipping.norm == math.inf else f"{clipping.strategy} clipping"
     if clipping.groups:
         clipped = f"{len(plan.groups)} vector groups in {len(clipping.groups)} parts"
     adapts = " that adapts" if plan.adaptive else ""
-    drawn = cohort_text(plan.sampling.event())
+    cohort = cohort_text(plan.sampling.event())
     return [
-        ("rounds", f"{run.state.round} of {plan.rounds}, {len(own)} charged{paid}{stopped}"),
-        ("mechanism", f"{drawn}, z = {text_down(plan.noise_multiplier)}, {clipped}{adapts}"),
+        ("rounds", f"{run.state.round} of {plan.rounds}, {len(rows)} charged{note}{stopped}"),
+        ("mechanism", f"{cohort}, z = {text_down(plan.noise_multiplier)}, {clipped}{adapts}"),
     ]

@@ -1,9 +1,8 @@
-"""Search settings: on public or synthetic users free of charge, or on the users at a price.
+"""Search settings: on public or synthetic users for free, or on the enrolled users at a price.
 
 On public users Optuna searches, and learns from trial to trial. On the enrolled users the search is
-one event of their ledger (`Selection`): it draws a random, secret number of trials and the settings
-of each independently, and only the best trial leaves this module. See
-`fedpriv.accounting.selection`.
+one event of their ledger (`Selection`): it draws a random, secret number of trials and independent
+settings for each, and only the best trial leaves this module. See `fedpriv.accounting.selection`.
 """
 
 import itertools
@@ -103,13 +102,13 @@ DEFAULT_SPACE: Mapping[str, Candidates] = {
     _Q: [0.1, 0.3, 0.6],
     _ROUNDS: [50, 100, 200],
 }
-# Sections that a trial may not change, except for q: they decide users, measures and the budget.
+# Sections that a trial may not change, except for q: they set users, measures and the budget.
 _FIXED = (
     "data", "engine", "name", "output", "run", "seed", "tune", "federation", "trackers", "privacy",
 )  # fmt: skip
 _MARGIN = 1.0 - 2.0**-30  # a factor of noise multipliers that covers their rounding
 _UNLIMITED = PrivacyBudget(math.inf, 0.5, lambda _events, _delta: math.inf)
-_HOME = Path("tuning")  # of folders that the caller does not name
+_HOME = Path("tuning")  # default parent of folders
 _log = logging.getLogger(__name__)
 
 
@@ -126,12 +125,12 @@ class Tuning:
     """The result of a search; a search on users releases nothing else."""
 
     folder: Path  # of experiment.toml; after a search on users also of the model and the ledger
-    settings: Settings  # the best ones; empty if no trial ended
+    settings: Settings  # the best settings; empty if no trial ended
     score: float | None  # of the objective, with the best settings
-    tried: tuple[Tried, ...] = ()  # every trial, on public users alone
+    tried: tuple[Tried, ...] = ()  # every trial, only on public users
     # The cost of all charges of the ledger, including this search; 0 on public users.
     epsilon: float = 0.0
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # for `simulate`, from `tune` alone
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # for `simulate`; only from `tune`
 
 
 @checked_arguments
@@ -160,12 +159,12 @@ def tune(
 ) -> Tuning:
     """Search learning rates, clipping norm, q and rounds for `simulate`.
 
-    With `on="public"`, `population` are people who are not enrolled, such as public or synthetic
-    ones; the search costs no privacy, and Optuna does it (`pip install 'fedpriv[tune]'`). With
-    `on="users"`, they are the enrolled users: the whole search, with the model it finds, costs the
-    mechanism's (ε, δ), and is charged before it begins. Settings are then drawn at random, since
-    the price holds for trials that do not learn from each other, and how many trials there are is
-    random and secret. Only the best is returned; the model that it trained is in the folder.
+    With `on="public"`, `population` holds people who are not enrolled, such as public or synthetic
+    ones; the search costs no privacy, and Optuna runs it (`pip install 'fedpriv[tune]'`). With
+    `on="users"`, it holds the enrolled users: the whole search, including the model it finds, costs
+    the mechanism's (ε, δ), and is charged before it begins. Settings are then drawn at random,
+    since the price holds for trials that do not learn from each other, and the number of trials is
+    random and secret. Only the best trial is returned; its model is in the folder.
 
     >>> import tempfile, numpy as np, torch, fedpriv
     >>> x, y = np.eye(4, dtype=np.float32).repeat(50, 0), np.arange(4).repeat(50)
@@ -181,23 +180,22 @@ def tune(
     ...     sorted(found.arguments), 0.1 <= found.settings["clipping.norm"] <= 1.0
     (['local', 'mechanism', 'server'], True)
 
-    Beside the arguments that `simulate` also has:
+    Arguments that `simulate` does not have, or that differ:
 
-    * mechanism: calibrated; its (ε, δ) are those of each trial on public users, and of the whole
-      search on users.
+    * mechanism: calibrated; its (ε, δ) apply to each trial on public users, and to the whole search
+      on users.
     * space: by key, a pair (low, high) of numbers, searched on a logarithmic scale, or a list of
       values. Keys are those of a file, such as rounds, privacy.sampling_probability, local.momentum
       and server.options.beta1; by default learning rates, norm, q and rounds.
-    * trials: how many; on users their mean.
-    * law, shape: of the number of trials on users.
-    * objective: "accuracy", "loss" or a figure of the task, by its name there, of the held-out
-      rows.
-    * better: whether a "larger" or a "smaller" objective is; needed if its name is neither
-      accuracy, loss nor that of a built-in figure.
-    * held_out_is_public: whether the held-out rows are; on users they must be, as trials are
-      compared by them.
-    * users: on public users, N of those who are enrolled; averages are made as noisy as theirs.
-    * seed: makes the search repeatable; on users the guarantee does then not hold against those who
+    * trials: their number; on users the mean number.
+    * law, shape: distribution of the number of trials on users.
+    * objective: "accuracy", "loss" or the name of a figure of the task, on the held-out rows.
+    * better: the better direction of the objective, "larger" or "smaller"; required unless the
+      objective is accuracy, loss or a built-in figure.
+    * held_out_is_public: True if the held-out rows are public; on users they must be, since trials
+      are compared by them.
+    * users: on public users, the number N of enrolled users; averages get the noise of theirs.
+    * seed: makes the search repeatable; on users the guarantee then does not hold against those who
       know it.
     """
     if on not in ("public", "users"):
@@ -235,14 +233,14 @@ def tune_file(
 ) -> Tuning | None:
     """Search settings for an experiment in a file, print the best, and write them to a folder.
 
-    On public users the enrolled ones of the section `data` are never loaded.
+    A search on public users never loads the enrolled users of the section `data`.
     """
     config, source = load_config(file, assignments), str(file)
-    # With all defaults, which the norm of a trial would change.
+    # With resolved defaults, which a trial's norm would otherwise change.
     table = config.model_dump(exclude_unset=True, exclude_none=True)
     reasons = {
-        "federated_evaluation": "a trial is priced by its rounds alone",
-        "audit": "of the trials of a search nothing but the best is released",
+        "federated_evaluation": "a trial is priced only by its rounds",
+        "audit": "a search releases only the best of its trials",
     }
     for name, reason in reasons.items():
         if getattr(config, name) is not None:
@@ -257,8 +255,8 @@ def tune_file(
             "invented ones"
         )
     population = load_population(data.name, data.options)
-    kept = {assignment.partition("=")[0].strip() for assignment in assignments}
-    search = _Search.of(table, source, population, out, screen(), kept)
+    assigned_keys = {assignment.partition("=")[0].strip() for assignment in assignments}
+    search = _Search.of(table, source, population, out, screen(), assigned_keys)
     return search.on_users(price_only=price_only) if on == "users" else search.on_public()
 
 
@@ -270,10 +268,10 @@ class _Search:
     table: Mapping[str, Any]  # of the experiment
     source: str  # of the table, for messages
     population: Population
-    users: int  # that the noise is for
+    users: int  # number of users that the noise is for
     console: Console
-    kept: Set[str]  # keys that are not searched unless tune.space names them
-    task: Task | None  # None: that of the experiment
+    kept: Set[str]  # keys that are searched only if tune.space names them
+    task: Task | None  # None: the task of the experiment
     roads: SharedRoads = field(default_factory=SharedRoads)
 
     @classmethod
@@ -299,9 +297,9 @@ class _Search:
         norm = getattr(mechanism.for_users(users).clipping, "norm", None)
         table = table if norm is None else _with(table, {_NORM: norm})
         setup = RunSetup.at(parse_config(table, source), out, resume=False, home=_HOME)
-        old = setup.folder.path / "experiment.toml", setup.folder.ledger, setup.folder.model
-        if any(path.exists() for path in old):
-            raise InvalidValueError(f"{old[0].parent} holds a search already; take another folder")
+        outs = setup.folder.path / "experiment.toml", setup.folder.ledger, setup.folder.model
+        if any(path.exists() for path in outs):
+            raise InvalidValueError(f"{outs[0].parent} holds a search already; take another folder")
         return cls(setup, table, source, population, users, console, kept, task)
 
     def configured(self, settings: Settings) -> Config:
@@ -337,21 +335,21 @@ class _Search:
     def sign(self) -> float:
         """The factor by which the largest objective is best: 1 or -1."""
         objective = self.section.objective
-        better = self.section.better or BETTER.get(objective)
-        if better is None:
+        direction = self.section.better or BETTER.get(objective)
+        if direction is None:
             raise InvalidValueError(
                 "tune.better is absent; it must be larger or smaller, which the name of "
                 f"tune.objective {objective!r} does not say"
             )
-        return 1.0 if better == "larger" else -1.0
+        return 1.0 if direction == "larger" else -1.0
 
     @cached_property
     def space(self) -> Mapping[str, Candidates]:
         """Candidates by key; by default around the numbers of the experiment."""
-        present = {key: self.values.get(key) for key in DEFAULT_SPACE if key not in self.kept}
+        current = {key: self.values.get(key) for key in DEFAULT_SPACE if key not in self.kept}
         space = self.section.space or {
             key: _with_value(DEFAULT_SPACE[key], value)
-            for key, value in present.items()
+            for key, value in current.items()
             if isinstance(value, int | float)
         }
         for key, values in space.items():
@@ -366,7 +364,7 @@ class _Search:
 
     @property
     def priced(self) -> list[str]:
-        """The keys by which trials differ in price."""
+        """The keys that determine the price of a trial."""
         return [key for key in (_Q, _ROUNDS) if key in self.space]
 
     def on_public(self) -> Tuning:
@@ -375,24 +373,24 @@ class _Search:
         import optuna  # noqa: PLC0415 - an extra
 
         section, space = self.section, self.space
-        present = {key: self.values.get(key) for key in space}
-        first, _ = self.prepare({}, None, "trial")
-        ratio = first.plan.sampling.population / (section.users or first.plan.sampling.population)
-        if ratio != 1.0 and isinstance(first.plan.sampling, FixedSizeSampling):
+        current = {key: self.values.get(key) for key in space}
+        base, _ = self.prepare({}, None, "trial")
+        ratio = base.plan.sampling.population / (section.users or base.plan.sampling.population)
+        if ratio != 1.0 and isinstance(base.plan.sampling, FixedSizeSampling):
             raise InvalidValueError(
                 f"tune.users is {section.users} and cohorts have a fixed size, whose noise depends "
                 "on the number of users; it must be that of the public ones, "
-                f"{first.plan.sampling.population}"
+                f"{base.plan.sampling.population}"
             )
-        score, sign = _scorer(section.objective, first), self.sign
-        tried, why = list[Tried](), ""
+        score, sign = _scorer(section.objective, base), self.sign
+        trials, reason = list[Tried](), ""
         folder = self.setup.folder
         folder.create()
         sampler = optuna.samplers.TPESampler(seed=self.setup.config.seed)
         with silenced(logging.INFO):  # Optuna would name its study
             study = optuna.create_study(direction="maximize", sampler=sampler)
-            if all(_holds(space[key], value) for key, value in present.items()):
-                study.enqueue_trial(present, skip_if_exists=True)
+            if all(_holds(space[key], value) for key, value in current.items()):
+                study.enqueue_trial(current, skip_if_exists=True)
         for number in range(section.trials):
             trial = study.ask()
             settings = {key: _suggested(trial, key, values) for key, values in space.items()}
@@ -403,20 +401,20 @@ class _Search:
                     noise = experiment.plan.noise_multiplier * ratio
                     experiment, transport = self.prepare(settings, noise, f"trial-{number}")
                 result = score(_trained(experiment, transport)[0])
-            except Exception as error:  # a trial that fails is no reason to lose the others
-                why = f"{type(error).__name__}: {error}"
-                _log.warning("trial %d failed: %s", number, why)
+            except Exception as error:  # a failed trial must not stop the others
+                reason = f"{type(error).__name__}: {error}"
+                _log.warning("trial %d failed: %s", number, reason)
             study.tell(trial, -math.inf if result is None else sign * result)
-            tried.append(Tried(settings, result))
+            trials.append(Tried(settings, result))
             text = "failed" if result is None else f"{section.objective} {result:.4f}"
             self._say(f"trial {number + 1} of {section.trials}: {text}  {_words(settings)}")
-        ended = [(sign * trial.score, trial) for trial in tried if trial.score is not None]
-        if not ended:
-            raise RunError(f"none of {len(tried)} trials ended; the last one raised {why}")
-        best = max(ended, key=itemgetter(0))[1]
-        lines = [json.dumps({**trial.settings, "score": trial.score}) for trial in tried]
+        scored = [(sign * trial.score, trial) for trial in trials if trial.score is not None]
+        if not scored:
+            raise RunError(f"none of {len(trials)} trials ended; the last one raised {reason}")
+        best = max(scored, key=itemgetter(0))[1]
+        lines = [json.dumps({**trial.settings, "score": trial.score}) for trial in trials]
         write_atomically(folder.path / "trials.jsonl", "\n".join([*lines, ""]).encode())
-        tuning = Tuning(folder.path, best.settings, best.score, tuple(tried))
+        tuning = Tuning(folder.path, best.settings, best.score, tuple(trials))
         return self._written(tuning, "no enrolled user's data was read")
 
     def on_users(self, *, price_only: bool = False) -> Tuning:
@@ -424,8 +422,8 @@ class _Search:
         setup, privacy = self.setup, self.setup.config.privacy
         self._check_on_users()
         self._check_trials()
-        first, _ = self.prepare({}, None, "trial")
-        score, sign = _scorer(self.section.objective, first), self.sign
+        base, _ = self.prepare({}, None, "trial")
+        score, sign = _scorer(self.section.objective, base), self.sign
         event, kinds = self._event(setup.spent)
         limit, delta = cast(float, privacy.epsilon), privacy.delta
         budget = PrivacyBudget(limit, delta, accountant_named("rdp").upper_epsilon)
@@ -440,20 +438,20 @@ class _Search:
             return Tuning(setup.folder.path, {}, None, epsilon=price)
         run, folder = f"{setup.run}-tune", setup.folder
         folder.create()
-        charge, price, randomness = self._charged(run, event, budget, first)
+        charge, price, randomness = self._charged(run, event, budget, base)
         self._say("charged; the search prints nothing until it ends")
         best = self._best_of(kinds, score, sign)
         if best is None:
             self._say("no trial ended; the charge stays, and nothing is released")
             return Tuning(folder.path, {}, None, epsilon=price)
-        settings, best_score, task, state, last = best
+        settings, best_score, task, state, last_round = best
         result = replace(
-            last, run=run, epsilon=price, delta=delta, charge=charge, randomness=randomness
+            last_round, run=run, epsilon=price, delta=delta, charge=charge, randomness=randomness
         )
-        model = released_model(task, state, [result], first.classes)
+        model = released_model(task, state, [result], base.classes)
         with_room(lambda: write_atomically(folder.model, model))
-        about = f"ε = {epsilon_up(price)} at δ = {delta}, the model included"
-        return self._written(Tuning(folder.path, settings, best_score, epsilon=price), about)
+        cost = f"ε = {epsilon_up(price)} at δ = {delta}, the model included"
+        return self._written(Tuning(folder.path, settings, best_score, epsilon=price), cost)
 
     def _check_on_users(self) -> None:
         section = self.section
@@ -470,27 +468,27 @@ class _Search:
                 )
 
     def _check_trials(self) -> None:
-        """Refuse values with which no trial can begin, since a charge for it would be lost."""
+        """Refuse values with which a trial cannot begin, since its charge would be wasted."""
         ends = {k: v if isinstance(v, list) else [v.low, v.high] for k, v in self.space.items()}
-        first = {key: values[0] for key, values in ends.items()}
+        lowest = {key: values[0] for key, values in ends.items()}
         for key, values in ends.items():
             for value in values:
-                self._poisson(first | {key: value}, 1.0)
+                self._poisson(lowest | {key: value}, 1.0)
 
     def _poisson(self, settings: Settings, noise: float | None) -> TrainingPlan:
-        """Return the plan of a trial, which must draw cohorts by coins."""
+        """Return the plan of a trial, which must use Poisson sampling."""
         plan = self.prepare(settings, noise, "trial")[0].plan
         if not isinstance(plan.sampling, PoissonSampling):
             raise InvalidValueError(
                 f"sampling.policy draws {plan.sampling.event().policy} cohorts; a search on "
-                "users has an analysis for poisson alone"
+                "users has an analysis only for poisson"
             )
         return plan
 
     def _charged(
         self, run: str, event: RoundEvent, budget: PrivacyBudget, first: Experiment
     ) -> tuple[str, float, Randomness]:
-        """Charge the search, and return the charge's hash and the ledger's ε and randomness."""
+        """Charge the search; return the charge's hash, and the ledger's ε and randomness."""
         files = self.setup.ledger, record_path(self.setup.ledger)
         with PrivacyRecords.open(*files, first.plan.population, budget) as records:
             # The cohorts of trials stay secret; any user may be in one.
@@ -498,8 +496,8 @@ class _Search:
             record = records.participation.record
             commitment = with_room(lambda: record(run, 1, attempt, np.arange(users)))
             randomness = first.entropy.randomness
-            asked = ProposedCharge(run, 1, attempt, randomness, event, commitment)
-            charge = records.charge(asked)
+            proposal = ProposedCharge(run, 1, attempt, randomness, event, commitment)
+            charge = records.charge(proposal)
             return charge.hash, records.ledger.epsilon(budget), records.ledger.randomness
 
     def _event(self, spent: Sequence[RoundEvent]) -> tuple[RoundEvent, Mapping[Any, Trial]]:
@@ -507,36 +505,36 @@ class _Search:
 
         One factor scales the noise of all kinds of trials, to the least that fits the budget.
         """
-        privacy, alone = self.setup.config.privacy, dict[tuple[Any, ...], Trial]()
+        privacy, trials = self.setup.config.privacy, dict[tuple[Any, ...], Trial]()
         for chosen in itertools.product(*(cast(list[Any], self.space[k]) for k in self.priced)):
             settings = dict(zip(self.priced, chosen, strict=True))
             plan = self._poisson(settings, privacy.noise_multiplier)
             sampling = plan.mechanism.event.sampling
             q, z = sampling.sampling_probability, plan.noise_multiplier
-            alone[chosen] = Trial(q, z * _MARGIN, plan.rounds)
+            trials[chosen] = Trial(q, z * _MARGIN, plan.rounds)
 
         def scaled(scale: float) -> list[Trial]:
-            every = alone.values()
-            return [replace(t, noise_multiplier=t.noise_multiplier * scale) for t in every]
+            values = trials.values()
+            return [replace(t, noise_multiplier=t.noise_multiplier * scale) for t in values]
 
         def event(scale: float) -> RoundEvent:
             kinds = tuple(dict.fromkeys(scaled(scale)))
-            one = replace(sampling, sampling_probability=kinds[0].sampling_probability)
+            draw = replace(sampling, sampling_probability=kinds[0].sampling_probability)
             # In units of clipping norms, whose steps are 2⁻²⁴ or half of that.
             queries = (SumQueryEvent("update", 1.0, kinds[0].noise_multiplier, 2.0**-24),)
             selection = Selection(kinds, float(self.section.trials), self.shape)
-            return RoundEvent(one, queries, selection=selection)
+            return RoundEvent(draw, queries, selection=selection)
 
         scale = 1.0
         if privacy.noise_multiplier is None:
             limit = cast(float, privacy.epsilon)
             scale = smallest_noise(limit, privacy.delta, lambda s: [*spent, event(s)], "rdp")
-        return event(scale), dict(zip(alone, scaled(scale), strict=True))
+        return event(scale), dict(zip(trials, scaled(scale), strict=True))
 
     def _best_of(
         self, kinds: Mapping[Any, Trial], score: "_Score", sign: float
     ) -> tuple[Settings, float, Task, ServerState, RoundResult] | None:
-        """Return the best of a random number of independent trials; the first of equal scores.
+        """Return the best of a random number of independent trials, the first if scores are equal.
 
         Trials are identically distributed, so their order reveals nothing. A trial that fails
         counts as the worst, since a user's data may be the reason.
@@ -544,7 +542,7 @@ class _Search:
         seed, best = self.setup.config.seed, None
         secret = random.SystemRandom() if seed is None else random.Random(seed)
         count = number_of_trials(secret.getrandbits(TRIAL_BITS), self.section.trials, self.shape)
-        # Logs and warnings could tell of trials that are not released.
+        # Logs and warnings could reveal trials that are not released.
         with silenced(logging.CRITICAL), warnings.catch_warnings(action="ignore"):
             for number in range(count):
                 settings = {key: _drawn(secret, values) for key, values in self.space.items()}
@@ -553,10 +551,10 @@ class _Search:
                     noise = kind.noise_multiplier / _MARGIN
                     experiment, transport = self.prepare(settings, noise, f"trial-{number}")
                     _check_kind(experiment, kind)
-                    # A full disk is no reason to count a trial as the worst.
+                    # A full disk must not make a trial count as the worst.
                     state, result = with_room(partial(_trained, experiment, transport))
                     value = score(state)
-                except Exception:  # its message may hold users' data
+                except Exception:  # its message may contain users' data
                     continue
                 if best is None or sign * value > sign * best[1]:
                     best = settings, value, experiment.task, state, result
@@ -564,8 +562,8 @@ class _Search:
 
     def _print_price(self, event: RoundEvent, budget: PrivacyBudget, price: float) -> None:
         search = cast(Selection, event.selection)
-        alone = [poisson_gaussian(*astuple(trial)) for trial in search.trials]
-        dearest = max(budget.epsilon_of([rounds]) for rounds in alone)
+        events = [poisson_gaussian(*astuple(trial)) for trial in search.trials]
+        dearest = max(budget.epsilon_of([rounds]) for rounds in events)
         law = "Poisson" if search.shape is None else f"negative binomial, shape {search.shape:g}"
         self._say(
             f"The search will cost ε = {epsilon_up(price)} at δ = {budget.delta}, with what "
@@ -587,7 +585,7 @@ class _Search:
         self.console.print(line, style=style, soft_wrap=True)
 
     def _written(self, tuning: Tuning, cost: str) -> Tuning:
-        """Write the experiment that `fedpriv simulate` runs, and print the best settings."""
+        """Write an experiment for `fedpriv simulate`, and print the best settings."""
         table = _with(self.table, tuning.settings)
         table.pop("tune", None)
         text = tomli_w.dumps(plain(for_folder(tuning.folder, table)))
@@ -609,9 +607,9 @@ _Score = Callable[[ServerState], float]
 def _trained(
     experiment: Experiment, transport: InProcessTransport
 ) -> tuple[ServerState, RoundResult]:
-    """Train to the last round, with temporary records of the trial's own."""
+    """Train to the last round, with separate, temporary records."""
     plan, entropy = experiment.plan, experiment.entropy
-    if isinstance(entropy, SeededEntropy):  # each trial is the first run of its ledger: no name
+    if isinstance(entropy, SeededEntropy):  # each trial is its ledger's first run: no name
         entropy = SeededEntropy(int.from_bytes(entropy.key(plan.run)))
     with tempfile.TemporaryDirectory() as folder:
         ledger = Path(folder) / "ledger.sqlite"
@@ -647,10 +645,10 @@ def _scorer(objective: str, first: Experiment) -> _Score:
 def _check_kind(experiment: Experiment, kind: Trial) -> None:
     """Refuse a trial that differs from the priced one."""
     event, rounds = experiment.plan.mechanism.event, experiment.plan.rounds
-    kept = event.sampling.sampling_probability, rounds
+    planned = event.sampling.sampling_probability, rounds
     priced = kind.sampling_probability, kind.rounds
-    sampled = event.sampling.policy is SamplingPolicy.POISSON
-    if not sampled or kept != priced or not event.noise_multiplier >= kind.noise_multiplier:
+    is_poisson = event.sampling.policy is SamplingPolicy.POISSON
+    if not is_poisson or planned != priced or not event.noise_multiplier >= kind.noise_multiplier:
         raise InvalidValueError("a trial differs from the charged ones")
 
 
@@ -670,9 +668,9 @@ def _drawn(secret: random.Random, values: Candidates) -> Any:
 
 
 def _values_of(key: object, values: object) -> object:
-    """Return candidates, a pair or a list, as the configuration has them."""
+    """Return candidates, a pair or a list, in the form of the configuration."""
     numbers = plain_numbers(values)
-    require(isinstance(key, str), f"space has {key!r}, which is no key; it must be text")
+    require(isinstance(key, str), f"space has {key!r}, which is not a key; it must be text")
     if isinstance(numbers, tuple):
         if len(numbers) == 2 and all(type(number) in (int, float) for number in numbers):
             return {"low": numbers[0], "high": numbers[1]}
@@ -686,7 +684,7 @@ def _values_of(key: object, values: object) -> object:
 
 
 def _check_writable(key: str, value: object) -> None:
-    """Refuse a value that the files of a search cannot hold, since its result would be lost."""
+    """Refuse a value that a search cannot write to its files, since its result would be lost."""
     table = plain({key: value})
     try:
         json.dumps(table)
@@ -703,7 +701,7 @@ def _holds(values: Candidates, value: Any) -> bool:
 
 
 def _with_value(values: Candidates, value: float) -> Candidates:
-    """Return the candidates with one more among them."""
+    """Return the candidates extended to include a value."""
     if _holds(values, value) or value <= 0.0:
         return values
     if isinstance(values, list):
@@ -719,8 +717,8 @@ def _words(settings: Settings) -> str:
 
 
 def _with(table: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """Return an experiment's table with other values."""
-    copied = deepcopy(dict(table))
+    """Return a copy of an experiment's table with new values."""
+    copy = deepcopy(dict(table))
     for key, value in settings.items():
-        put(copied, key.split("."), value)
-    return copied
+        put(copy, key.split("."), value)
+    return copy

@@ -4,9 +4,9 @@
 G ~ N(0, m·s²) and the sum V of m − 1 uniforms on (−½, ½) be independent. If s ≥ 4, the law of ΣK_i
 is that of round(Σa_i + G + V) up to a total variation of δ₁ ≤ 20·m²·s²·exp(−π²s²/2).
 
-This is post-processing of Σa_i + G, the Gaussian mechanism. So the nodes' noise costs what Gaussian
-noise of variance m·s² costs, up to δ₁ for each number that is released. `docs/secure-sums.md` has
-the proof.
+This is post-processing of Σa_i + G, the Gaussian mechanism. So the nodes' noise costs as much as
+Gaussian noise of variance m·s², up to δ₁ for each released number. `docs/secure-sums.md` has the
+proof.
 """
 
 import math
@@ -24,19 +24,19 @@ from fedpriv.ledger.events import LEAST_SHARE, RoundEvent, SecureSum
 from fedpriv.privacy.clipping import Clipping, IntegerVector
 from fedpriv.support.checks import require, text_up
 
-MOST_COMPLETE = 32  # in a round of at most this many nodes each masks with each other
-_DEVIATIONS = 16.0  # a normal number is this many standard deviations off with 10^-56 at most
+MOST_COMPLETE = 32  # in a round of at most this many nodes, all pairs of nodes mask each other
+_DEVIATIONS = 16.0  # a normal exceeds this many standard deviations with probability below 10^-56
 _RARE = 70.0  # −ln of a probability, below 10^-30
 
 SignedVector = npt.NDArray[np.signedinteger]  # int32 or int64
 
 
 def degree_of(nodes: int, secure: SecureSum) -> int:
-    """Return k, the neighbours of each of n nodes: n − 1 up to 32 nodes, else about t + 2d + 1.
+    """Return k, the number of neighbours of each of n nodes: n − 1 up to n = 32, else ≈ t + 2d + 1.
 
-    Nodes that are linked mask each other and keep each other's shares. The graph is safe and live
-    for every choice of t nodes that collude and d that drop out. It relies on no chance: the
-    server, which drops nodes as it likes and may try many rosters, knows the graph.
+    Linked nodes mask each other and keep each other's shares. The graph is safe and live for every
+    choice of t colluding nodes and d dropouts. It does not rely on chance, since the server knows
+    the graph, may drop any nodes and may try many rosters.
 
     1. *Secrecy.* At most t of a node's neighbours collude, fewer than the threshold τ = t + 1.
     2. *Liveness.* At least k − d ≥ τ of a node's neighbours do not drop out.
@@ -48,7 +48,7 @@ def degree_of(nodes: int, secure: SecureSum) -> int:
     # them: to separate two arcs, k/2 successive nodes must be gone on both sides. (Harary 1962
     # shows that no graph with as few links is connected better.)
     #
-    # Let honest nodes open shares for the list S of sharers and U ⊆ S of survivors. No others
+    # Let honest nodes open shares for the list S of sharers and U ⊆ S of survivors. No other lists
     # gather a quorum. A colluding neighbour's masks are known, and so are those of S \ U.
     # * A survivor that masked for S has unknown masks with its honest neighbours in U. Without
     #   the t colluding and the d dropped nodes the graph is connected, so only the total of all
@@ -68,17 +68,17 @@ def degree_of(nodes: int, secure: SecureSum) -> int:
 
 
 def threshold_of(secure: SecureSum) -> int:
-    """Return τ, the shares that restore a secret."""
+    """Return τ, the number of shares that restore a secret."""
     return secure.colluding + 1
 
 
 @lru_cache(maxsize=4)  # in a simulation, every node of a round asks
 def neighbours(digest: bytes, nodes: int, degree: int) -> tuple[tuple[int, ...], ...]:
-    """Return the positions of each node's neighbours, ascending; a node is its neighbours' too.
+    """Return the positions of each node's neighbours, ascending; the relation is symmetric.
 
-    The nodes are placed on a circle in an order that follows from the roster's 32-byte digest,
-    each of the n! with equal probability if the digest is random, and each is linked to the k/2
-    nearest on either side. k is even or n − 1. Raises InvalidValueError for other degrees.
+    The nodes are placed on a circle in an order that follows from the roster's 32-byte digest; all
+    n! orders are equally likely if the digest is random. Each node is linked to the k/2 nearest on
+    either side. k is even or n − 1. Raises InvalidValueError for other degrees.
     """
     valid = 0 < degree == nodes - 1 or (0 < degree < nodes and degree % 2 == 0)
     limit = f"of {nodes} nodes it must be even and less than {nodes}, or {nodes - 1}"
@@ -87,9 +87,9 @@ def neighbours(digest: bytes, nodes: int, degree: int) -> tuple[tuple[int, ...],
         return tuple((*range(node), *range(node + 1, nodes)) for node in range(nodes))
     circle = _circle(digest, nodes)
     linked: list[tuple[int, ...]] = [()] * nodes
-    for place, node in enumerate(circle):
-        sides = range(place - degree // 2, place + degree // 2 + 1)
-        linked[node] = tuple(sorted(circle[at % nodes] for at in sides if at != place))
+    for centre, node in enumerate(circle):
+        sides = range(centre - degree // 2, centre + degree // 2 + 1)
+        linked[node] = tuple(sorted(circle[i % nodes] for i in sides if i != centre))
     return tuple(linked)
 
 
@@ -103,13 +103,13 @@ def share_stddev(stddev_steps: float, nodes: int, secure: SecureSum) -> float:
     """Return s, the standard deviation of a node's noise in steps: σ/√(n − t − d), rounded up.
 
     The shares of the honest nodes in every total have at least the variance σ² of the event. Raises
-    InvalidValueError if s is below 2^10, for which δ′ is not negligible by proof.
+    InvalidValueError if s is below 2^10, since δ′ is then not proved to be negligible.
     """
     sharing = secure.sharing(nodes)
-    least = LEAST_SHARE * math.sqrt(sharing)  # as the event checks it
-    if not least <= stddev_steps < math.inf:
+    minimum = LEAST_SHARE * math.sqrt(sharing)  # as the event checks it
+    if not minimum <= stddev_steps < math.inf:
         problem = f"the noise of a group is {stddev_steps} steps"
-        limit = f"if {sharing} nodes share it, it must be finite and at least {text_up(least)}"
+        limit = f"if {sharing} nodes share it, it must be finite and at least {text_up(minimum)}"
         raise InvalidValueError(f"{problem}; {limit}")
     share = max(LEAST_SHARE, stddev_steps / math.sqrt(sharing))
     while sharing * Fraction(share) ** 2 < Fraction(stddev_steps) ** 2:
@@ -120,7 +120,7 @@ def share_stddev(stddev_steps: float, nodes: int, secure: SecureSum) -> float:
 def share_stddevs(event: RoundEvent, nodes: int) -> tuple[float, ...]:
     """Return the standard deviations of a node's shares of an event's noise, in steps, by group.
 
-    InvalidValueError: the event trusts its server, or a share is too small.
+    InvalidValueError: the event needs a trusted server, or a share is too small.
     """
     if event.secure_sum is None:
         raise InvalidValueError("the event trusts its server, which adds the noise")
@@ -130,7 +130,7 @@ def share_stddevs(event: RoundEvent, nodes: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Grid:
-    """The whole numbers that nodes mask: of 32 bits if every honest total fits, otherwise of 64.
+    """The integers that nodes mask: 32 bits if every honest total fits, otherwise 64.
 
     With 32 bits, a node rounds its noised sum to coarse steps of 2^b steps, so that its share of
     the noise is from 2^10 to 2^11 coarse steps. With 64 bits, b = 0. Event and roster decide.
@@ -143,8 +143,8 @@ class Grid:
     def of(cls, event: RoundEvent, nodes: int) -> "Grid":
         """Return the grid of an event whose roster has this many nodes.
 
-        If all are honest, a total passes 32 bits with a probability below 10^-30 for its users and
-        10^-46 for the noise of 10^10 numbers. It is wrong then, and as private as any other.
+        If all nodes are honest, a total exceeds 32 bits with a probability below 10^-30 for its
+        users and 10^-46 for the noise of 10^10 numbers. It is then wrong, but as private as others.
         """
         stddevs, users = share_stddevs(event, nodes), event.sampling.largest_cohort(_RARE)
         shifts = tuple(math.frexp(stddev / LEAST_SHARE)[1] - 1 for stddev in stddevs)
@@ -168,10 +168,10 @@ class Grid:
 
     def steps(self, total: SignedVector, clipping: Clipping) -> IntegerVector:
         """Return a total [D] in steps."""
-        wide = total.astype(np.int64)
+        steps = total.astype(np.int64)
         for span, shift in self._spans(clipping):
-            wide[span] <<= shift
-        return wide
+            steps[span] <<= shift
+        return steps
 
     def _spans(self, clipping: Clipping) -> Iterator[tuple[slice, int]]:
         for group, shift in zip(clipping.groups, self.shifts, strict=True):

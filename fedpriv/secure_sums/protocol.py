@@ -9,27 +9,27 @@
 
 An upload is y_i = a_i + PRG(b_i) + Σ_{j > i} PRG(s_ij) − Σ_{j < i} PRG(s_ij), mod 2^32 or 2^64 as
 a_i is int32 or int64, with j the neighbours that sealed shares, s_ij a secret of the pair and b_i
-one of the node. The pairs' masks cancel in the sum. What remains is opened by the neighbours'
-Shamir shares (Shamir 1979): of b_j of those who uploaded, or of the key behind s_ij of those who
-did not, and never of both.
+one of the node. The pairs' masks cancel in the sum. The neighbours' Shamir shares (Shamir 1979)
+open the rest: shares of b_j for nodes that uploaded, or of the key behind s_ij for nodes that did
+not, and never of both.
 
-A node has **two X25519 keys**. The server learns the masking key of a node that it calls dropped.
-If that key sealed messages too, the server would open them, find the shares of b_j in them, and
+A node has **two X25519 keys**. The server learns the masking key of a node that it reports as
+dropped. If that key also sealed messages, the server could open them, find the shares of b_j, and
 with both secrets read the upload of a node that it only claims to have lost.
 
-The hash of b_i stands in the public key, so a lie about a share of either secret is detected.
+The public key contains the hash of b_i, so a false share of either secret is detected.
 
-What the caller must do, or the guarantee is void:
+The guarantee is void unless the caller does this:
 
-* use a key pair for one `begin`, and send one upload for an attempt, ever;
-* sign one statement for an attempt, ever. What lives in memory alone cannot sign a second one after
-  a restart; what is kept in a file needs a journal that has the statement before the signature
-  leaves;
+* use a key pair for one `begin`, and send only one upload for an attempt, ever;
+* sign only one statement for an attempt, ever. A key that is only in memory cannot sign a second
+  one after a restart; a key in a file needs a journal that records the statement before the
+  signature is sent;
 * check the signature of each key in the roster (`key_statement`) against the certificates of the
   enrolment that the node's consent pins.
 
 A node that the list of survivors leaves out signs nothing and opens nothing. Its upload stays
-masked for ever, and the charge that the ledger shows counts for its users all the same.
+masked for ever, but the charge in the ledger still counts for its users.
 """
 
 import secrets
@@ -63,7 +63,7 @@ _BLOCK = 1 << 15  # numbers of a mask that are added at once; they fit in a core
 
 
 def _encoded(*parts: bytes) -> bytes:
-    """Return the parts in one, each behind its length, so that no two lists give the same bytes."""
+    """Join the parts, each after its length, so that different lists give different bytes."""
     return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
 
 
@@ -76,7 +76,7 @@ def _digest(sharers: Iterable[str]) -> bytes:
 
 
 def _derived(secret: bytes, *purpose: bytes) -> bytes:
-    """Return a 32-byte key of a secret for one purpose (HKDF-SHA-256, RFC 5869)."""
+    """Derive a 32-byte key for one purpose from a secret (HKDF-SHA-256, RFC 5869)."""
     info = _encoded(b"fedpriv secure sum", *purpose)
     return HKDF(SHA256(), length=32, salt=None, info=info).derive(secret)
 
@@ -90,7 +90,7 @@ def _shared(private: bytes, public: bytes, owner: str) -> bytes:
     key = X25519PublicKey.from_public_bytes(public)
     try:
         return X25519PrivateKey.from_private_bytes(private).exchange(key)
-    except ValueError as error:  # of small order: anybody would know the secret
+    except ValueError as error:  # a point of small order: anybody would know the secret
         raise InvalidValueError(f"the public key of node {owner!r} is not valid") from error
 
 
@@ -100,7 +100,7 @@ def _seed_hash(seed: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class KeyPair:
-    """Secrets of a node for one attempt, and what the others know of them. For one `begin` only."""
+    """Secrets of a node for one attempt, and their public part. For one `begin` only."""
 
     public: bytes  # both public keys and the hash of b_i, PUBLIC_BYTES
     sealing: bytes = field(repr=False)  # X25519 key of the messages to neighbours; never shared
@@ -171,7 +171,7 @@ class Roster:
         return {name: place for place, name in enumerate(self.names)}
 
     def index(self, node: str) -> int:
-        """Return a node's place; raises InvalidValueError if it is not in the roster."""
+        """Return a node's position; raises InvalidValueError if it is not in the roster."""
         if node not in self._places:
             raise InvalidValueError(f"node {node!r} is not in the roster of this attempt")
         return self._places[node]
@@ -193,20 +193,20 @@ class Roster:
     def listed(self, nodes: Sequence[str], secure: SecureSum) -> tuple[str, ...]:
         """Return a list of at least n − d nodes in their order, or raise InvalidValueError."""
         ordered = sorted(nodes, key=self.index)
-        least = len(self.members) - secure.dropouts
+        minimum = len(self.members) - secure.dropouts
         problem = f"a list names {len(ordered)} of {len(self.members)} nodes"
         require(len(set(ordered)) == len(ordered), f"{problem}; it must name each only once")
-        require(len(ordered) >= least, f"{problem}; it must name at least {least}")
+        require(len(ordered) >= minimum, f"{problem}; it must name at least {minimum}")
         return tuple(ordered)
 
 
 def key_statement(binding: bytes, node: str, public: bytes) -> bytes:
-    """Return the bytes that a node's certificate signs: this is my public key of this attempt."""
+    """Return the bytes that a node's certificate signs: "this is my public key in this attempt"."""
     return _encoded(b"fedpriv secure sum: key", binding, node.encode(), public)
 
 
 def list_statement(roster: Roster, sharers: Sequence[str], survivors: Sequence[str]) -> bytes:
-    """Return the bytes that a node's certificate signs: I masked for these sharers, open for these.
+    """Return the bytes to sign: "I masked for these sharers; open the sum of these survivors".
 
     The order of the names does not matter.
     """
@@ -216,13 +216,13 @@ def list_statement(roster: Roster, sharers: Sequence[str], survivors: Sequence[s
 
 @dataclass(frozen=True)
 class Participant:
-    """A node after its vote, which knows the roster and has sealed shares for its neighbours."""
+    """A node after its vote: it knows the roster and has sealed shares for its neighbours."""
 
     roster: Roster
     node: str
     pair: KeyPair
     secure: SecureSum
-    sealed: Mapping[str, bytes]  # by neighbour: two shares, for its eyes only
+    sealed: Mapping[str, bytes]  # by neighbour: two shares that only the neighbour can open
 
     @classmethod
     def begin(cls, roster: Roster, node: str, pair: KeyPair, secure: SecureSum) -> Self:
@@ -230,15 +230,15 @@ class Participant:
 
         Raises InvalidValueError for a roster that lacks the node with this key, or is too short.
         """
-        mine = f"the roster has another key of node {node!r}; it must be the node's own"
-        require(roster.member(node).key == pair.public, mine)
+        limit = f"the roster has another key of node {node!r}; it must be the node's own"
+        require(roster.member(node).key == pair.public, limit)
         linked = roster.neighbours_of(node, secure)
         points = [roster.index(neighbour) + 1 for neighbour in linked]
-        both = [
+        shares_of_secrets = [
             _shares(secret, threshold_of(secure), points) for secret in (pair.masking, pair.seed)
         ]
         sealed = {}
-        for neighbour, *shares in zip(linked, *both, strict=True):
+        for neighbour, *shares in zip(linked, *shares_of_secrets, strict=True):
             key = _sealing_key(roster, pair, node, neighbour, sender=True)
             nonce = secrets.token_bytes(_NONCE_BYTES)
             sealed[neighbour] = nonce + AESGCM(key).encrypt(nonce, b"".join(shares), None)
@@ -247,17 +247,17 @@ class Participant:
     def masked(
         self, total: SignedVector, sharers: Sequence[str], sealed: Mapping[str, bytes]
     ) -> tuple[MaskedVector, "Uploaded"]:
-        """Return the masked sum [D], to upload once, and what the node needs afterwards.
+        """Return the masked sum [D], to upload once, and the node's state after the upload.
 
         `total` is the sum of the node's users and its share of the noise, int32 or int64 [D];
         `sealed` are the messages by sender. To anyone who lacks one of its masks, the upload is
-        uniform on all vectors of such words. Raises InvalidValueError, whereupon the node drops
-        out, unless the list names the node and at least n − d nodes, with a valid message of each
-        neighbour in it.
+        uniform on all vectors of such words. Raises InvalidValueError, and the node must drop out,
+        unless the list names the node and at least n − d nodes, and `sealed` has a valid message
+        from each neighbour in the list.
         """
         listed = self.roster.listed(sharers, self.secure)
-        left_out = f"node {self.node!r} shared its secrets; the list of sharers must name it"
-        require(self.node in listed, left_out)
+        problem = f"node {self.node!r} shared its secrets; the list of sharers must name it"
+        require(self.node in listed, problem)
         linked = [name for name in self.sealed if name in set(listed)]
         texts = {name: self._text(name, sealed.get(name, b"")) for name in linked}
         purpose = _digest(listed)
@@ -274,9 +274,9 @@ class Participant:
     def _text(self, sender: str, message: bytes) -> bytes:
         """Open a neighbour's message."""
         key = _sealing_key(self.roster, self.pair, self.node, sender, sender=False)
-        nonce, rest = message[:_NONCE_BYTES], message[_NONCE_BYTES:]
+        nonce, ciphertext = message[:_NONCE_BYTES], message[_NONCE_BYTES:]
         try:
-            text = AESGCM(key).decrypt(nonce, rest, None)
+            text = AESGCM(key).decrypt(nonce, ciphertext, None)
         except (InvalidTag, ValueError) as error:
             problem = f"the message of node {sender!r} to {self.node!r} cannot be opened"
             limit = "it must be sealed for this roster"
@@ -293,21 +293,21 @@ class Uploaded:
     roster: Roster
     node: str
     secure: SecureSum
-    sharers: tuple[str, ...]  # that its masks are for
+    sharers: tuple[str, ...]  # the nodes that its masks are for
     # By neighbour: its share of the masking key and of the seed.
     shares: Mapping[str, tuple[bytes, bytes]] = field(repr=False)
 
     def statement(self, survivors: Sequence[str]) -> bytes:
-        """Return what to sign if these are the nodes whose uploads the server has.
+        """Return the statement to sign if the server has the uploads of exactly these nodes.
 
         **Sign no other for this attempt.** Raises InvalidValueError for a list that lacks this
-        node, names a node that is no sharer, or names fewer than n − d.
+        node, names a node that is not a sharer, or names fewer than n − d.
         """
         listed = self.roster.listed(survivors, self.secure)
         strangers = sorted(set(listed) - set(self.sharers))
         require(not strangers, f"survivors include {strangers}; they must be among the sharers")
-        left_out = f"node {self.node!r} uploaded its sum; the list of survivors must name it"
-        require(self.node in listed, left_out)
+        problem = f"node {self.node!r} uploaded its sum; the list of survivors must name it"
+        require(self.node in listed, problem)
         return list_statement(self.roster, self.sharers, listed)
 
     def opened(
@@ -315,17 +315,17 @@ class Uploaded:
     ) -> Mapping[str, bytes]:
         """Return one share of each neighbour: of the seed of a survivor, else of its masking key.
 
-        They open the total of the survivors and no other. Raises InvalidValueError unless
+        They open only the total of the survivors. Raises InvalidValueError unless
         w = ⌊(n + t)/2⌋ + 1 survivors signed this node's own statement. Two statements cannot both
-        have so many: 2w − n > t nodes would have signed both, one of them honest. Call it only for
-        the statement that the node signed.
+        have w signatures: 2w − n > t nodes would have signed both, one of them honest. Call it only
+        for the statement that the node signed.
         """
         statement = self.statement(survivors)
-        listed, needed = set(survivors), self.secure.quorum(len(self.roster.members))
+        listed, quorum = set(survivors), self.secure.quorum(len(self.roster.members))
         signed = (verify(name, statement, signatures[name]) for name in listed & set(signatures))
         valid = sum(map(bool, signed))
         problem = f"{valid} survivors signed the list that node {self.node!r} was shown"
-        require(valid >= needed, f"{problem}; at least {needed} must")
+        require(valid >= quorum, f"{problem}; at least {quorum} must")
         return {
             name: seed if name in listed else masking
             for name, (masking, seed) in self.shares.items()
@@ -343,8 +343,8 @@ def unmasked(
     """Return the total of the survivors' sums [D] from the sum of their uploads, in as many bits.
 
     `opened` are the shares by sender and owner. They suffice if at most d nodes dropped out, before
-    or after the upload. Lies are passed over as long as τ neighbours in a row, by name, tell the
-    truth. Raises InvalidValueError, with the node whose secret cannot be restored, otherwise.
+    or after the upload. False shares are harmless as long as τ successive neighbours, by name, send
+    true ones. Otherwise InvalidValueError names the node whose secret cannot be restored.
     """
     shared, survived = roster.listed(sharers, secure), set(roster.listed(survivors, secure))
     strangers = sorted(survived - set(shared))
@@ -371,19 +371,19 @@ def unmasked(
 
 
 def _sealing_key(roster: Roster, pair: KeyPair, node: str, other: str, *, sender: bool) -> bytes:
-    """Return the key of the messages from a node to another, or the other way round."""
+    """Return the key of the messages from `node` to `other`, or in the opposite direction."""
     secret = _shared(pair.sealing, roster.member(other).sealing, other)
-    way = (node, other) if sender else (other, node)
-    return _derived(secret, b"shares", roster.digest, _names(way))
+    direction = (node, other) if sender else (other, node)
+    return _derived(secret, b"shares", roster.digest, _names(direction))
 
 
 def _self_key(roster: Roster, sharers: bytes, node: str, seed: bytes) -> bytes:
-    """Return the key of a node's own mask for sharers with this digest."""
+    """Return the key of a node's own mask, for sharers with this digest."""
     return _derived(seed, b"self-mask", roster.digest, sharers, node.encode())
 
 
 def _pair_key(roster: Roster, sharers: bytes, holder: tuple[str, bytes], other: str) -> bytes:
-    """Return the key of the mask of two nodes, from one's name and private key.
+    """Return the key of the mask of two nodes, from the name and private key of one.
 
     Masks of two nodes that were shown different lists of sharers do not cancel.
     """
@@ -422,12 +422,12 @@ def _restored(
 ) -> bytes:
     """Return a node's masking key, or else its seed, from shares by point.
 
-    Any τ successive shares may give it; the public key tells whether it is true.
+    It is restored from the first τ successive shares whose result matches the public key.
     """
     points = [(x, int.from_bytes(y, "big")) for x, y in shares.items() if len(y) == _SHARE_BYTES]
     starts = range(len(points) if len(points) >= threshold else 0)
-    for first in starts:
-        number = _at_zero([points[(first + more) % len(points)] for more in range(threshold)])
+    for start in starts:
+        number = _at_zero([points[(start + offset) % len(points)] for offset in range(threshold)])
         if number < 2**256:
             secret = number.to_bytes(_SECRET_BYTES, "big")
             if masking and _public(secret) == member.masking:
@@ -440,12 +440,12 @@ def _restored(
 
 
 def _at_zero(points: Sequence[tuple[int, int]]) -> int:
-    """Return the value at 0 of the polynomial of least degree through points (Lagrange)."""
+    """Return the value at 0 of the lowest-degree polynomial through points (Lagrange)."""
     value = 0
     for x, y in points:
-        over = under = 1
-        for other, _ in points:
-            if other != x:
-                over, under = over * other % _PRIME, under * (other - x) % _PRIME
-        value += y * over * pow(under, -1, _PRIME)
+        top = bottom = 1
+        for point, _ in points:
+            if point != x:
+                top, bottom = top * point % _PRIME, bottom * (point - x) % _PRIME
+        value += y * top * pow(bottom, -1, _PRIME)
     return value % _PRIME

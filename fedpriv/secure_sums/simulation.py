@@ -1,6 +1,6 @@
 """Secure sums in one process: the code of real nodes and servers, with simulated drop-outs.
 
-The nodes' signatures are left out: nobody is there to deceive.
+The nodes' signatures are left out, since one process has no one to deceive.
 """
 
 import hashlib
@@ -43,16 +43,16 @@ def simulated_nodes(
     total, uploads = np.zeros(clipping.layout.dimension, f"u{grid.dtype.itemsize}"), {}
     for name in survivors:
         received = {n: m.sealed[name] for n, m in members.items() if name in m.sealed}
-        own = grid.rounded(nodes.noised_sum(name, mechanism, collect), clipping)
-        masked, uploads[name] = members[name].masked(own, sharers, received)
+        node_sum = grid.rounded(nodes.noised_sum(name, mechanism, collect), clipping)
+        masked, uploads[name] = members[name].masked(node_sum, sharers, received)
         total += masked
     signatures = dict.fromkeys(nodes.after(_SIGNING), b"")
 
     def opened() -> OpenedSum | None:
-        left = nodes.after(_OPENING)
-        if not nodes.suffice(left):
+        openers = nodes.after(_OPENING)
+        if not nodes.suffice(openers):
             return None
-        shares = {n: uploads[n].opened(survivors, signatures, lambda *_: True) for n in left}
+        shares = {n: uploads[n].opened(survivors, signatures, lambda *_: True) for n in openers}
         summed = unmasked(total, nodes.roster, secure, sharers, survivors, shares)
         return OpenedSum(grid.steps(summed, clipping), len(survivors))
 
@@ -66,7 +66,7 @@ class _Nodes:
     secure: SecureSum
     roster: Roster
     pairs: dict[str, KeyPair]
-    gone_at: dict[str, int]  # the step before which each node drops out
+    gone_at: dict[str, int]  # the first step that each node does not complete
     entropy: SeriesEntropy
 
     @classmethod
@@ -76,13 +76,13 @@ class _Nodes:
         members = tuple(Member(name, pair.public) for name, pair in pairs.items())
         roster = Roster(hashlib.sha256(attempt.encode()).digest(), members)
         coins = words(entropy.key("dropouts"), 2 * len(names)).reshape(2, -1)
-        gone = coins[0] * 2.0**-64 < dropout
-        steps = np.where(gone, coins[1] % np.uint64(_NEVER), _NEVER).tolist()
+        drops_out = coins[0] * 2.0**-64 < dropout
+        steps = np.where(drops_out, coins[1] % np.uint64(_NEVER), _NEVER).tolist()
         return cls(secure, roster, pairs, dict(zip(names, steps, strict=True)), entropy)
 
     def after(self, step: int) -> list[str]:
-        """Return the nodes that have not dropped out before the step after this one."""
-        return [name for name, gone in self.gone_at.items() if gone > step]
+        """Return the nodes that complete this step."""
+        return [name for name, last_step in self.gone_at.items() if last_step > step]
 
     def suffice(self, names: Sequence[str]) -> bool:
         return len(names) >= self.secure.nodes - self.secure.dropouts
@@ -90,7 +90,7 @@ class _Nodes:
     def noised_sum(
         self, name: str, mechanism: GaussianMechanism, collect: Collect
     ) -> IntegerVector:
-        """Return the sum of the node's drawn users and its share of the noise, in steps [D]."""
+        """Return the sum of the node's drawn users plus its share of the noise, in steps [D]."""
         sampling, key_of = mechanism.sampling.event(), self.entropy.key
         number, n = self.roster.index(name), len(self.pairs)
         ends = [position * sampling.population // n for position in (number, number + 1)]

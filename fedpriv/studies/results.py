@@ -1,4 +1,4 @@
-"""Results of a study: one for each run, means over seeds, and a verdict in words."""
+"""Results of a study: one per run, means over seeds, and a verdict in words."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.studies.study import RUNS, Cell, Study, Target, load_study
 
 STUDY = "study.toml"
-RESULT = "result.json"  # the last file that a run writes: without it a run is not finished
+RESULT = "result.json"  # the last file that a run writes; without it the run is not finished
 ALL_RESULTS = "runs.jsonl"
 CONFIDENCE = 0.95
 _MOST_ARMS = 3  # arms that a sentence names; tables have all
@@ -34,8 +34,8 @@ class Interval:
     def of(cls, values: Sequence[float]) -> Self:
         """Return the t-interval of independent values: x̄ ± t_{(1+c)/2, n−1}·s/√n with c = 95%.
 
-        It covers the true mean with probability c if values are normal. It is about other seeds
-        with the same users, not about other users.
+        It covers the true mean with probability c if values are normal. It applies to other seeds
+        with the same users, not to other users.
         """
         count = len(values)
         mean = sum(values) / count  # fsum would refuse infinities of both signs
@@ -105,12 +105,12 @@ _RESULT = TypeAdapter(RunResult)
 
 
 def results_text(results: Iterable[RunResult]) -> str:
-    """Return a JSON object in each line; numbers that are not finite are strings such as "NaN"."""
+    """Return one JSON object per line; numbers that are not finite are strings such as "NaN"."""
     return "".join(_RESULT.dump_json(result).decode() + "\n" for result in results)
 
 
 def read_results(path: Path) -> list[RunResult]:
-    """Return the results in a file, none if it is absent; DataError if it is damaged."""
+    """Return the results in a file, empty if it is absent; DataError if it is damaged."""
     try:
         return [_RESULT.validate_json(line) for line in path.read_bytes().splitlines()]
     except FileNotFoundError:
@@ -121,7 +121,7 @@ def read_results(path: Path) -> list[RunResult]:
 
 
 def holds_results_alone(folder: Path) -> bool:
-    """Return whether the folder of a study has the results of its runs without the runs."""
+    """Return whether a study's folder has the results of its runs but not the runs."""
     return (folder / ALL_RESULTS).exists() and not (folder / RUNS).exists()
 
 
@@ -139,7 +139,7 @@ def finished_runs(study: Study, folder: Path) -> dict[Cell, RunResult]:
     finished = {cell: result for cell, result in results.items() if result is not None}
     for cell, result in finished.items():
         if result.settings != study.digest_of(cell, folder):
-            problem = f"{folder / cell.path} holds a run of other settings than the study has now"
+            problem = f"{folder / cell.path} holds a run with settings that differ from the study's"
             raise DataError(f"{problem}; move it away or choose another folder")
     return finished
 
@@ -216,7 +216,7 @@ def _summary(
         as_if=runs[0].as_if,
         simulation_only_users_per_second=statistics.median(speeds),
         figures={
-            name: Interval.of([of_run.get(name, math.nan) for of_run in figures])
+            name: Interval.of([run_figures.get(name, math.nan) for run_figures in figures])
             for name in dict.fromkeys(itertools.chain.from_iterable(figures))
         },
         **{name: means([getattr(run, name) for run in runs]) for name in tables},
@@ -233,7 +233,7 @@ def _figures(run: RunResult) -> dict[str, float]:
 
 
 def means(tables: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
-    """Return the mean of each entry over the tables in which it is finite; NaN if in none."""
+    """Return the mean of each entry over the tables in which it is finite, or NaN."""
     by_name = {}
     for name in tables[0]:
         entries = [table.get(name) for table in tables]
@@ -258,7 +258,7 @@ class Measure:
     """A measure of models: an attribute of runs, rounds and arms, and its format in reports."""
 
     name: str
-    scale: float  # that reports multiply it by
+    scale: float  # factor in reports
     unit: str  # of a difference
     better: str  # comparative, as "higher"
     best: str  # superlative
@@ -339,9 +339,9 @@ def verdict(study: Study, arms: Sequence[ArmSummary]) -> tuple[str, ...]:
     """Return for each target a text: the best arm, and the arms that differ from the baseline.
 
     An arm is better or worse if the interval of its paired differences excludes zero. Arms that
-    share fewer than two seeds with the baseline are left out, and so are targets with no other
+    share fewer than two seeds with the baseline are left out, and so are targets without other
     arms; if no arm shares two, the text names the best arm without an interval. Each interval is
-    for one arm alone: one of twenty equal arms is expected to seem different.
+    for a single arm: one of twenty equal arms is expected to seem different.
     """
     texts = []
     for target in study.targets:
@@ -351,7 +351,7 @@ def verdict(study: Study, arms: Sequence[ArmSummary]) -> tuple[str, ...]:
 
 
 def _comparison(arms: Sequence[ArmSummary], baseline: str) -> str:
-    """Return sentences about arms at one target, in accuracy, or in loss without classes."""
+    """Return sentences about arms at one target, on accuracy or, without classes, on loss."""
     if not arms:
         return ""
     measure = measure_of(arms)
@@ -378,10 +378,10 @@ def _comparison(arms: Sequence[ArmSummary], baseline: str) -> str:
         text = f"{best} has {measure.superlative(ranked[best])}, {versus} ({seeds})."
     parts = []
     for word in ("better", "worse", "not told apart", "not finite"):
-        same = [arm for arm in ranked if arm != best and verdicts.get(arm) == word]
-        names = ", ".join(f"{arm} ({texts[arm]})" for arm in same[:_MOST_ARMS])
-        rest = f" and {len(same) - _MOST_ARMS} more" if len(same) > _MOST_ARMS else ""
-        parts += [f"{word}: {names}{rest}"] if same else []
+        alike = [arm for arm in ranked if arm != best and verdicts.get(arm) == word]
+        names = ", ".join(f"{arm} ({texts[arm]})" for arm in alike[:_MOST_ARMS])
+        rest = f" and {len(alike) - _MOST_ARMS} more" if len(alike) > _MOST_ARMS else ""
+        parts += [f"{word}: {names}{rest}"] if alike else []
     against = f" Against {baseline}, with {CONFIDENCE:.0%} intervals, {'; '.join(parts)}."
     return text + against if parts else text
 

@@ -40,7 +40,7 @@ _FIXED = {
     "the study's target is that of every arm": ("privacy.epsilon", "privacy.delta"),
     "every arm is calibrated to the study's target": ("privacy.noise_multiplier",),
     "all arms are calibrated by one accountant": ("privacy.accountant",),
-    "an ε of one unit is no ε of another": ("privacy.unit", "privacy.microbatch"),
+    "the ε of different units are not comparable": ("privacy.unit", "privacy.microbatch"),
 }
 
 _Seeds = Annotated[
@@ -92,7 +92,7 @@ class Study(Section):
     base: dict[str, object]  # the experiment that arms vary
     seeds: _Seeds = tuple(range(5))  # or n for 0, …, n − 1
     target: _Targets
-    baseline: str = ""  # the arm that others are compared with; by default the first
+    baseline: str = ""  # the arm to compare with; by default the first
     # Reports say in which round an arm first reached each accuracy.
     accuracies: Annotated[tuple[_Accuracy, ...], Field(strict=False)] = ()
     arms: Annotated[tuple[Arm, ...], Field(strict=False)]
@@ -103,16 +103,16 @@ class Study(Section):
         _refuse_repeated("arms", names)
         _refuse_repeated("seeds", self.seeds)
         epsilons = [float(f"{target.epsilon:g}") for target in self.targets]
-        _refuse_repeated("target.epsilon", epsilons)  # as rounded in names of folders and reports
+        _refuse_repeated("target.epsilon", epsilons)  # rounded as in names of folders and reports
         if self.baseline and self.baseline not in names:
             hint = known_names(self.baseline, names)
             raise ValueError(f"baseline is {self.baseline!r}, which is not an arm; {hint}")
         names_by_settings: dict[str, str] = {}
         for arm in self.arms:
             _check_arm(self.base, arm)
-            other = names_by_settings.setdefault(repr(self.flat_settings(arm)), arm.name)
-            if other != arm.name:
-                raise ValueError(f"arms {other!r} and {arm.name!r} are alike; they must differ")
+            twin = names_by_settings.setdefault(repr(self.flat_settings(arm)), arm.name)
+            if twin != arm.name:
+                raise ValueError(f"arms {twin!r} and {arm.name!r} are alike; they must differ")
         return self if self.baseline else self.model_copy(update={"baseline": names[0]})
 
     @property
@@ -159,8 +159,8 @@ class Study(Section):
     def config_of(self, cell: Cell) -> Config:
         """Return the experiment of a run; the run's name has its arm, target and seed."""
         config = parse_config(self.table_of(cell), f"arm {cell.arm.name!r}")
-        at = f"-epsilon{cell.target.epsilon:g}".replace("+", "") if len(self.targets) > 1 else ""
-        return config.model_copy(update={"run": f"{config.name}{at}-seed{cell.seed}"})
+        tag = f"-epsilon{cell.target.epsilon:g}".replace("+", "") if len(self.targets) > 1 else ""
+        return config.model_copy(update={"run": f"{config.name}{tag}-seed{cell.seed}"})
 
     def digest_of(self, cell: Cell, folder: Path) -> str:
         """Return the SHA-256 of a run's settings; a finished run with this digest is valid.
@@ -177,10 +177,10 @@ class Study(Section):
 
 
 def _levels(key: str, axis: object) -> list[Arm]:
-    """Return the levels of an axis as arms; it is a table of assignments, or values of the key."""
+    """Return the levels of an axis, a table of assignments or a list of values, as arms."""
     if isinstance(axis, list):
-        last = key.rpartition(".")[2]
-        levels = [(f"{last}-{value}", [f"{key}={_inline(value)}"]) for value in axis]
+        name_of_key = key.rpartition(".")[2]
+        levels = [(f"{name_of_key}-{value}", [f"{key}={_inline(value)}"]) for value in axis]
     elif isinstance(axis, Mapping):
         levels = list(axis.items())
     else:
@@ -195,8 +195,8 @@ def load_study(path: Path) -> Study:
     """Read a study from TOML, check everything that needs no data and no model, and return it.
 
     `base` may be a file next to it or the name of an experiment that comes with fedpriv. `axes` may
-    replace `arms`: there is an arm for each combination of levels, named by these in order.
-    InvalidValueError if the study is wrong.
+    replace `arms`: each combination of levels is an arm, named after its levels in order.
+    InvalidValueError if the study is not valid.
     """
     table = read_toml(path)
     if "base" not in table and "privacy" in table:
@@ -224,7 +224,7 @@ def load_study(path: Path) -> Study:
 def study_of_settings(settings: Mapping[str, Mapping[str, Any]], **others: object) -> Study:
     """Return the study whose arms have these settings: tables with the same sections and (ε, δ).
 
-    `others` are the other fields of `Study`. InvalidValueError if one is wrong.
+    `others` are the other fields of `Study`. InvalidValueError if one is not valid.
     """
     if not settings:
         raise InvalidValueError("arms are none; there must be at least one")
@@ -247,7 +247,7 @@ def _inline(value: object) -> str:
 
 
 def study_toml(study: Study, folder: Path) -> str:
-    """Return a study as TOML for a file in a folder, where `load_study` reads an equal one."""
+    """Return a study as TOML for a file in a folder; `load_study` restores it."""
     return tomli_w.dumps(study.model_dump() | {"base": for_folder(folder, study.base)})
 
 
@@ -260,23 +260,23 @@ def _refuse_repeated(subject: str, values: Sequence[object]) -> None:
 
 
 def _check_arm(base: Mapping[str, object], arm: Arm) -> None:
-    """Raise ValueError if an arm would change the cost of its runs or the way they are charged."""
+    """Raise ValueError if an arm would change the cost of its runs or how they are charged."""
     subject = f"arm {arm.name!r}"
     try:
-        before, varied = flattened(base), overridden(base, arm.set)
+        base_settings, varied = flattened(base), overridden(base, arm.set)
         table = flattened(varied)
     except InvalidValueError as error:
         raise ValueError(f"{subject}: {error}") from error
     for reason, keys in _FIXED.items():
         for key in keys:
-            if table.get(key) != before.get(key):
+            if table.get(key) != base_settings.get(key):
                 raise ValueError(f"{subject} sets {key}; {reason}")
     if table.get("privacy.ledger") is not None:
         raise ValueError(f"{subject} has a privacy.ledger; every run of a study has its own")
     if table.get("privacy.unsafe_no_privacy"):
         raise ValueError(f"{subject} has unsafe_no_privacy; a study compares at equal privacy")
     if table.get("audit.canaries") is not None:
-        raise ValueError(f"{subject} has an audit; a study would not say what it found")
+        raise ValueError(f"{subject} has an audit; a study would not report its result")
 
     def absolute(path: str) -> str:
         if not Path(path).is_absolute():
@@ -290,13 +290,13 @@ def _check_arm(base: Mapping[str, object], arm: Arm) -> None:
 class Line:
     """Arms that differ in one number, and in numbers that follow from it."""
 
-    name: str  # of their common settings
+    name: str  # names their common settings
     arms: tuple[tuple[float, str], ...]  # (number, arm) in order
 
 
 @dataclass(frozen=True)
 class NumericAxis:
-    """A number that arms vary, and a line for each combination of the other settings they vary."""
+    """A number that arms vary, and a line for each combination of their other settings."""
 
     key: str
     follows: tuple[str, ...]  # keys of other numbers that follow from this one
@@ -304,7 +304,7 @@ class NumericAxis:
 
 
 def numeric_axes(study: Study) -> tuple[NumericAxis, ...]:
-    """Return the numbers that arms vary; if two follow from each other, the first that arms set."""
+    """Return the numbers that arms vary; of two that determine each other, the first one set."""
     settings = {arm.name: study.flat_settings(arm) for arm in study.arms}
     keys = [text.partition("=")[0].strip() for arm in study.arms for text in arm.set]
     keys += itertools.chain.from_iterable(settings.values())

@@ -1,9 +1,9 @@
-"""Algorithms of local training, and their names in a configuration.
+"""Algorithms for local training, and their names in a configuration.
 
 Each algorithm is one frozen class with the fields of `LocalTraining` and its own fields. The
 argument for privacy is the same for all: a user's contribution is a function of the user's own data
 and the round's request, and is clipped afterwards to the norms of the round's vector groups. Users
-keep nothing that they computed.
+keep no results.
 """
 
 from collections.abc import Mapping
@@ -61,12 +61,12 @@ class AdamW(LocalTraining):
 
     def direction(self, step: LocalStep) -> tuple["Tensor", tuple["Tensor", ...]]:
         """Return the direction [C, *shape] of a step, and the pair (m, v)."""
-        taken, (m, v) = step.number + 1, step.memory
+        steps, (m, v) = step.number + 1, step.memory
         m = m.mul_(self.beta1).add_(step.gradient * (1.0 - self.beta1))
         v = v.mul_(self.beta2).add_(step.gradient.square() * (1.0 - self.beta2))
-        root = (v / (1.0 - self.beta2**taken)).sqrt_().add_(self.epsilon)
-        way = (m / (1.0 - self.beta1**taken)).div_(root)
-        return way.add_(step.parameter * self.weight_decay), (m, v)
+        root = (v / (1.0 - self.beta2**steps)).sqrt_().add_(self.epsilon)
+        direction = (m / (1.0 - self.beta1**steps)).div_(root)
+        return direction.add_(step.parameter * self.weight_decay), (m, v)
 
 
 @dataclass(frozen=True)
@@ -135,29 +135,29 @@ class FedRecon(LocalTraining):
         super().__post_init__()
         if self.steps is None:
             raise InvalidValueError(
-                f"epochs of FedRecon is {self.epochs}; steps must be given in its place, of which "
-                "the first are of the personal parameters"
+                f"epochs of FedRecon is {self.epochs}; give steps instead, the first of which "
+                "train the personal parameters"
             )
         if not is_whole(self.personal_steps, self.steps - 1):
-            found = f"personal_steps is {self.personal_steps!r} of {self.steps} steps"
-            raise InvalidValueError(f"{found}; it must be a whole number from 1 to steps - 1")
+            setting = f"personal_steps is {self.personal_steps!r} of {self.steps} steps"
+            raise InvalidValueError(f"{setting}; it must be a whole number from 1 to steps - 1")
         check_ranges(self, personal_rate="(0, inf)")
 
     def direction(self, step: LocalStep) -> tuple["Tensor", tuple["Tensor", ...]]:
-        """Return SGD's direction in the parameter's own phase, zeros in the other; and the memory.
+        """Return SGD's direction in the parameter's own phase, else zeros; and the memory.
 
         The direction is [C, *shape]. That of a personal parameter is scaled from the learning rate
         to `personal_rate`.
         """
         if step.personal != (step.number < self.personal_steps):
             return step.gradient.new_zeros(step.gradient.shape), step.memory
-        way, memory = super().direction(step)
-        return way * (self.personal_rate / self.rate) if step.personal else way, memory
+        direction, memory = super().direction(step)
+        return direction * (self.personal_rate / self.rate) if step.personal else direction, memory
 
 
 GRADIENT = SGD(1.0, steps=1)
-"""Makes the update minus the gradient of the mean loss. If the unit is an example or a microbatch,
-no other local training is legal; the server sets the step size (Abadi et al. 2016, Algorithm 1)."""
+"""The update is minus the gradient of the mean loss. If the unit is an example or a microbatch, no
+other local training is allowed; the server sets the step size (Abadi et al. 2016, Algorithm 1)."""
 
 ALGORITHMS: Mapping[str, type[LocalTraining]] = {
     "sgd": SGD,
@@ -165,13 +165,13 @@ ALGORITHMS: Mapping[str, type[LocalTraining]] = {
     "scaffold": Scaffold,
     "fedrecon": FedRecon,
 }
-"""Algorithms by their name in a configuration, local.algorithm; nodes accept only these."""
+"""Algorithms by name, as local.algorithm in a configuration; nodes accept only these."""
 
-COMMON = tuple(each.name for each in fields(LocalTraining))
+COMMON = tuple(field.name for field in fields(LocalTraining))
 """The fields that all algorithms have."""
 
 
-def _refuse_momentum(local: LocalTraining, why: str) -> None:
+def _refuse_momentum(local: LocalTraining, reason: str) -> None:
     if local.momentum:
-        kind = type(local).__name__
-        raise InvalidValueError(f"momentum of {kind} is {local.momentum}; it must be 0, as {why}")
+        setting = f"momentum of {type(local).__name__} is {local.momentum}"
+        raise InvalidValueError(f"{setting}; it must be 0, as {reason}")

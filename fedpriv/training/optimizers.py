@@ -46,11 +46,11 @@ class RateSchedule(ABC):
 
     @abstractmethod
     def at(self, number: int) -> float:
-        """Return the rate ≥ 0 of a round, from 1; it depends only on that public number."""
+        """Return the rate ≥ 0 in a round, from 1; it depends only on that public number."""
 
 
 class _Schedule(RateSchedule):
-    """A schedule of numbers, which are checked."""
+    """A schedule whose fields are numbers, which are checked."""
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -74,8 +74,8 @@ class PolynomialDecay(_Schedule):
 
     def at(self, number: int) -> float:
         """Return the rate in a round, from 1."""
-        left = max(0.0, 1.0 - (number - 1) / self.rounds)
-        return float(self.end + (self.start - self.end) * left**self.power)
+        remaining = max(0.0, 1.0 - (number - 1) / self.rounds)
+        return float(self.end + (self.start - self.end) * remaining**self.power)
 
 
 @dataclass(frozen=True)
@@ -167,10 +167,10 @@ _RANGES |= dict.fromkeys(("momentum", "beta1", "beta2"), "[0, 1)")
 def _check_numbers(value: "RateSchedule | ServerOptimizer") -> None:
     """Raise InvalidValueError for a number out of range; rates of a schedule are checked later."""
     hold_plain_numbers(value)
-    whose = " of the schedule" if isinstance(value, RateSchedule) else ""
+    suffix = " of the schedule" if isinstance(value, RateSchedule) else ""
     for name, number in vars(value).items():
         if not (name == "learning_rate" and isinstance(number, RateSchedule)):
-            check_range(f"{name}{whose}", number, _RANGES.get(name, "[0, inf)"))
+            check_range(f"{name}{suffix}", number, _RANGES.get(name, "[0, inf)"))
 
 
 class ServerOptimizer(ABC):
@@ -194,7 +194,7 @@ def stepped(
 ) -> Step:
     """Return the result of `update`, after a check of its names, shapes and types.
 
-    InvalidValueError: it is not a pair of parameters like the given ones and an `OptimizerState`.
+    InvalidValueError: the result is not a pair of parameters like these and an `OptimizerState`.
     Other tensors would train nothing, or end a run after its round was charged.
     """
     kind = type(optimizer).__name__
@@ -204,16 +204,16 @@ def stepped(
         raise InvalidValueError(
             f"update of {kind} must return a pair: parameters by name, and an OptimizerState"
         )
-    found, wanted = _described(step[0]), _described(parameters)
-    for name in {**wanted, **found}:
-        was, legal = found.get(name, "absent"), wanted.get(name, "absent")
-        if was != legal:
-            raise InvalidValueError(f"{name!r} is {was} after update of {kind}; it must be {legal}")
-    return {name: np.asarray(step[0][name]) for name in parameters}, step[1]
+    shapes, expected = _described(step[0]), _described(parameters)
+    for n in {**expected, **shapes}:
+        shape, limit = shapes.get(n, "absent"), expected.get(n, "absent")
+        if shape != limit:
+            raise InvalidValueError(f"{n!r} is {shape} after update of {kind}; it must be {limit}")
+    return {n: np.asarray(step[0][n]) for n in parameters}, step[1]
 
 
 def try_out(optimizer: ServerOptimizer, parameters: Parameters) -> None:
-    """Raise InvalidValueError if an optimiser cannot step these parameters.
+    """Raise InvalidValueError if an optimiser cannot update these parameters.
 
     Call it before anything is charged.
     """
@@ -224,19 +224,19 @@ def try_out(optimizer: ServerOptimizer, parameters: Parameters) -> None:
     except InvalidValueError:
         raise
     except Exception as error:
-        kind, why = type(optimizer).__name__, f"{type(error).__name__}: {error}"
-        raise InvalidValueError(f"{kind} cannot step the server's model: {why}") from error
+        kind, reason = type(optimizer).__name__, f"{type(error).__name__}: {error}"
+        raise InvalidValueError(f"{kind} cannot step the server's model: {reason}") from error
 
 
 def _described(tensors: Mapping[str, object]) -> dict[str, str]:
     # NumPy turns results without axes into scalars of type np.generic.
     arrays = {n: t for n, t in tensors.items() if isinstance(t, np.ndarray | np.generic)}
-    found = {name: f"{array.dtype}{list(array.shape)}" for name, array in arrays.items()}
-    return {name: type(t).__name__ for name, t in tensors.items()} | found
+    described = {name: f"{array.dtype}{list(array.shape)}" for name, array in arrays.items()}
+    return {name: type(t).__name__ for name, t in tensors.items()} | described
 
 
 class _Numbers(ServerOptimizer):
-    """An optimiser of numbers and schedules, which are checked."""
+    """An optimiser whose fields are numbers and schedules, which are checked."""
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -288,8 +288,8 @@ class _Adaptive(_Numbers):
 
     def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
         """Take an adaptive step."""
-        kept, new = self.beta1, 1.0 - self.beta1
-        first = {name: kept * m + new * average[name] for name, m in state.first.items()}
+        decay, gain = self.beta1, 1.0 - self.beta1
+        first = {name: decay * m + gain * average[name] for name, m in state.first.items()}
         second = {n: self._second(v, average[n] ** 2) for n, v in state.second.items()}
         direction = {name: m / (np.sqrt(second[name]) + self.tau) for name, m in first.items()}
         return _moved(parameters, direction, self.learning_rate), OptimizerState(first, second)
@@ -330,7 +330,7 @@ class FedYogi(_Adaptive):
 
 
 SERVER_OPTIMIZERS: Mapping[str, type[ServerOptimizer]] = {  # values of server.optimizer
-    each.__name__.lower(): each for each in (FedAvg, FedAvgM, FedAdam, FedAdagrad, FedYogi)
+    cls.__name__.lower(): cls for cls in (FedAvg, FedAvgM, FedAdam, FedAdagrad, FedYogi)
 }
 
 
@@ -341,8 +341,8 @@ def _filled(parameters: Parameters, value: float) -> Moments:
 def _moved(parameters: Parameters, direction: Average, learning_rate: Rate) -> Parameters:
     """Return the parameters after a step, clamped to float32's range so that they stay finite."""
     if isinstance(learning_rate, RateSchedule):
-        found = f"learning_rate is {learning_rate}"
-        raise InvalidValueError(f"{found}; a step needs its number, of the optimiser `at` a round")
+        setting = f"learning_rate is {learning_rate}"
+        raise InvalidValueError(f"{setting}; a step needs a number: call `at` with a round")
     limit = np.finfo(np.float32).max
     return {
         name: np.clip(learning_rate * direction[name] + p, -limit, limit).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The plan of a training run, and post-processing that it may ask for.
+"""The plan of a training run, and optional post-processing.
 
 A plan states everything that determines a run: rounds, sampling, clipping, noise, local training
 and the server's optimiser. Clipping norms and the running statistics of batch normalisations may
@@ -41,7 +41,7 @@ _LARGEST_MEAN, _LARGEST_VARIANCE = 1e15, 1e30
 
 @dataclass(frozen=True)
 class AdaptiveClipping:
-    """Moves each clipping norm so that a fraction of the users, the quantile, is not clipped.
+    """Moves each clipping norm so that a fraction of users, the quantile, is not clipped.
 
     After a round with norm S and private fraction b of unclipped users, the next norm is
     S·exp(−η·(b − γ)) (Andrew et al. 2019, Algorithm 1). The round itself clips and adds noise with
@@ -58,7 +58,7 @@ class AdaptiveClipping:
         check_ranges(self, " of adaptive clipping", **ranges)
 
     def step(self, norm: float, unclipped: float) -> float:
-        """Return the next clipping norm, from the noised fraction of users that were not clipped.
+        """Return the next clipping norm, from the noised fraction of unclipped users.
 
         A fraction outside [0, 1] is moved to the nearer end.
         """
@@ -69,7 +69,7 @@ class AdaptiveClipping:
 
 @dataclass(frozen=True)
 class RunningStatistics:
-    """How the server moves the running statistics of batch normalisations.
+    """The server's update rule for running statistics of batch normalisation.
 
     With x̂ = (x − μ)/s and s² = v + eps, the metric is the average over users of a = mean x̂ and
     b = mean x̂² − 1, per channel. The moments about the running mean move by a share β, the
@@ -97,7 +97,7 @@ class RunningStatistics:
         Guarantees for any released vector: means are finite, and variances are finite and not
         negative; s² changes by a factor of at least 1/4 and at most 4.
         """
-        after, start = dict[str, np.ndarray](), 0
+        moved, start = dict[str, np.ndarray](), 0
         for layer, channels, eps in zip(self.layers, self.channels, self.eps, strict=True):
             first, second = released[start : start + 2 * channels].reshape(2, channels)
             start += 2 * channels
@@ -106,17 +106,17 @@ class RunningStatistics:
             m1, m2 = self.momentum * first, 1.0 + self.momentum * second
             mean = statistics[mean_name] + np.sqrt(square) * m1
             var = square * np.clip(m2 - m1**2, 1.0 / _MOST_CHANGE, _MOST_CHANGE) - eps
-            after[mean_name] = np.clip(mean, -_LARGEST_MEAN, _LARGEST_MEAN).astype(np.float32)
-            after[var_name] = np.clip(var, 0.0, _LARGEST_VARIANCE).astype(np.float32)
-        return after
+            moved[mean_name] = np.clip(mean, -_LARGEST_MEAN, _LARGEST_MEAN).astype(np.float32)
+            moved[var_name] = np.clip(var, 0.0, _LARGEST_VARIANCE).astype(np.float32)
+        return moved
 
     def check(self, statistics: Mapping[str, np.ndarray]) -> None:
         """Raise InvalidValueError unless the statistics are those of exactly these layers."""
         sizes = zip(self.layers, self.channels, strict=True)
-        wanted = {name: (size,) for layer, size in sizes for name in _names(layer)}
-        found = {name: tensor.shape for name, tensor in statistics.items()}
-        if found != wanted:
-            raise InvalidValueError(f"running statistics are {found}; they must be {wanted}")
+        expected = {name: (size,) for layer, size in sizes for name in _names(layer)}
+        shapes = {name: tensor.shape for name, tensor in statistics.items()}
+        if shapes != expected:
+            raise InvalidValueError(f"running statistics are {shapes}; they must be {expected}")
 
 
 def _names(layer: str) -> tuple[str, str]:
@@ -141,8 +141,8 @@ class TrainingPlan:
     # Everything else that determines the result (model, data, loss, initial parameters), in words
     # or as a digest; it binds checkpoints to the plan.
     description: str = ""
-    metrics: tuple[Metric, ...] = ()  # released in addition to the update
-    metrics_share: float = 0.0  # of the round's privacy, for all metrics in equal parts
+    metrics: tuple[Metric, ...] = ()  # released with the update
+    metrics_share: float = 0.0  # of the round's privacy, split equally among all metrics
     contributors_share: float = 0.0  # of the round's privacy, to count contributors; 0: no count
     adaptive: AdaptiveClipping | None = None  # moves clipping norms; None: they are constant
     averaging: Averaging = Averaging()  # noqa: RUF009
@@ -157,30 +157,30 @@ class TrainingPlan:
             raise InvalidValueError(f"run is {self.run!r}; it must be a name without '/'")
         check_partition(self.layout, self.groups)
         if not (0.0 < self.metrics_share < 1.0 if self.metrics else self.metrics_share == 0.0):
-            found = f"metrics_share is {self.metrics_share} with {len(self.metrics)} metrics"
-            raise InvalidValueError(f"{found}; it must be in (0, 1), or 0 if there are none")
+            problem = f"metrics_share is {self.metrics_share} with {len(self.metrics)} metrics"
+            raise InvalidValueError(f"{problem}; it must be in (0, 1), or 0 if there are none")
         if CONTRIBUTORS.name in (metric.name for metric in self.metrics):
             raise InvalidValueError(
-                f"a metric is named {CONTRIBUTORS.name!r}; that name is taken by the count of "
-                "users whose update counts, which contributors_share asks for"
+                f"a metric is named {CONTRIBUTORS.name!r}; that name is reserved for the count of "
+                "users whose update counts, which contributors_share enables"
             )
         if not self._update_share > 0.0:
-            taken = f"{1.0 - self._update_share:g} of the round's privacy"
-            found = f"metrics, control variates and the counting of the clipped take {taken}"
-            raise InvalidValueError(f"{found}; they must leave some to the update")
+            share = f"{1.0 - self._update_share:g} of the round's privacy"
+            problem = f"metrics, control variates and counts of clipped users take {share}"
+            raise InvalidValueError(f"{problem}; they must leave some to the update")
         shapes = {metric.name: metric.shape for metric in self.metrics}
-        found_shape = shapes.get(BATCH_NORM_METRIC)
-        if self.statistics is not None and found_shape != self.statistics.shape:
-            needed = f"a metric {BATCH_NORM_METRIC!r} of shape {self.statistics.shape}"
-            found = f"the plan has {found_shape or 'none'}"
-            raise InvalidValueError(f"running statistics move by {needed}; {found}")
+        metric_shape = shapes.get(BATCH_NORM_METRIC)
+        if self.statistics is not None and metric_shape != self.statistics.shape:
+            required = f"a metric {BATCH_NORM_METRIC!r} of shape {self.statistics.shape}"
+            problem = f"the plan has {metric_shape or 'none'}"
+            raise InvalidValueError(f"running statistics move by {required}; {problem}")
         for settings in (self.optimizer, self.local):
             for number in range(1, self.rounds + 1) if schedules_of(settings) else ():
                 settings.at(number)  # raises if a learning rate is out of range
         if self.adaptive is not None and self.sampling.rounds > 1:
             raise InvalidValueError(
                 f"clipping norms adapt and {self.sampling.event().policy} sampling charges "
-                f"{self.sampling.rounds} rounds at once, by norms that stay; only one can be"
+                f"{self.sampling.rounds} rounds at once, at constant norms; they exclude each other"
             )
         _ = self.mechanism  # raises if groups, shares and sampling do not match
 
@@ -214,8 +214,8 @@ class TrainingPlan:
 
     def mechanism_at(self, clipping_norms: tuple[float, ...]) -> GaussianMechanism:
         """Return the mechanism for these clipping norms, with the plan's noise multiplier."""
-        first = clipping_norms == self.clipping_norms
-        return self.mechanism if first else self._mechanism(clipping_norms)
+        is_first = clipping_norms == self.clipping_norms
+        return self.mechanism if is_first else self._mechanism(clipping_norms)
 
     def _mechanism(self, clipping_norms: tuple[float, ...]) -> GaussianMechanism:
         pairs = zip(self.groups, clipping_norms, strict=True)
@@ -232,8 +232,8 @@ class TrainingPlan:
             groups.append(indicator.group)
             shapes[indicator.tensor] = (len(indicator.groups),)
         averaging = self.averaging
-        plain = averaging.cap is None and averaging.floor is None
-        weighted = () if plain else averaged
+        is_plain = averaging.cap is None and averaging.floor is None
+        weighted = () if is_plain else averaged
         layout = Layout(tuple(shapes), tuple(shapes.values()))
         clipping = Clipping(layout, tuple(groups), indicator, weighted, averaging.cap or 1)
         kind = averaging, self.strategy, self.secure_sum
@@ -242,7 +242,7 @@ class TrainingPlan:
         )
 
     def within(self, budget: PrivacyBudget, spent: Sequence[RoundEvent] = ()) -> "TrainingPlan":
-        """Return the plan with just enough more noise that all rounds fit into what is unspent.
+        """Return the plan with just enough more noise that all rounds fit the unspent budget.
 
         A plan that was calibrated to the budget may miss it by rounding. InvalidValueError: it
         misses the budget by more, for example because it was calibrated for other users.
@@ -284,7 +284,7 @@ class TrainingPlan:
 
     @property
     def control(self) -> ControlVariates | None:
-        """The control variates that users send with their update; None if they send none."""
+        """The control variates that users send with their update, or None."""
         return self.local.control
 
     @cached_property

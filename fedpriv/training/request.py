@@ -1,4 +1,4 @@
-"""The interface to users in a training round.
+"""The interface to the users of a training round.
 
 A `Transport` takes a `RoundRequest` to the users, and returns `fedpriv.privacy.round.PartialSum`s.
 """
@@ -27,7 +27,7 @@ CONTROL_PREFIX = "control/"  # starts the names of control variates' tensors and
 
 
 class LocalStep(NamedTuple):
-    """The inputs of a step of local training, for one parameter of each of C users."""
+    """The inputs of a step of local training, for one parameter of C users."""
 
     number: int  # of the step, from 0
     # Gradient of the mean loss, [C, *shape], with FedProx's term; must not be written to.
@@ -36,7 +36,7 @@ class LocalStep(NamedTuple):
     # Returned by the previous step, [C, *shape] each, initially zeros; may be overwritten.
     memory: tuple["Tensor", ...]
     control: "Tensor"  # the server's control variate, [*shape]; 0 if the algorithm has none
-    personal: bool  # whether the parameter stays with the user and is never sent
+    personal: bool  # True if the parameter stays with the user and is never sent
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ControlVariates:
     """A second vector that users send, as large as the update, and the server's update rule for it.
 
     The server keeps a control variate c of the shape of the model, initially zero, and sends it
-    with each round. A user sends the difference of its own, Δc_i = c_i − c. The server then sets
+    with each round. A user sends its own difference, Δc_i = c_i − c. The server then sets
     c ← c + β·Δc, where Δc is the release: the noised average of the clipped Δc_i.
     """
 
@@ -53,8 +53,8 @@ class ControlVariates:
     rate: float  # β in (0, 1]; averages the noise of about 1/β rounds
 
     def __post_init__(self) -> None:
-        for name, legal in (("norm", "(0, inf)"), ("share", "(0, 1)"), ("rate", "(0, 1]")):
-            check_range(f"control_{name}", getattr(self, name), legal)
+        for name, limits in (("norm", "(0, inf)"), ("share", "(0, 1)"), ("rate", "(0, 1]")):
+            check_range(f"control_{name}", getattr(self, name), limits)
         _ = VectorGroup.single(CONTROL_PREFIX, self.norm)  # refuses a norm beyond its range
 
     def group(self, layout: Layout) -> VectorGroup:
@@ -83,7 +83,7 @@ class LocalTraining:
 
     A local algorithm is a frozen dataclass derived from this one. It may add fields, and overrides
     `direction`, `memories` if it keeps tensors from step to step, and `control` if users send a
-    control variate with their update.
+    control variates with their update.
 
     Privacy: nothing here is trusted. Each user's update is clipped afterwards, group by group. The
     memory of an algorithm starts at zero for each user in each round and is discarded afterwards.
@@ -100,7 +100,7 @@ class LocalTraining:
     # to that of the loss and pulls y towards the round's parameters x.
     proximal: float = 0.0
     # The most examples of a user that count in a round, chosen by the user's key; None: all count.
-    # It bounds the work that one user can cause for a node.
+    # It bounds the work that one user can cause a node.
     max_examples: int | None = None
 
     def __post_init__(self) -> None:
@@ -126,7 +126,7 @@ class LocalTraining:
         if isinstance(self.learning_rate, int | float):
             return self.learning_rate
         setting = f"learning_rate is {self.learning_rate}"
-        raise InvalidValueError(f"{setting}; a step needs its number in a round")
+        raise InvalidValueError(f"{setting}; a step needs a number: call `at` with a round")
 
     def at(self, number: int) -> Self:
         """Return the settings for a round, from 1, with a schedule replaced by its value."""
@@ -146,8 +146,8 @@ class LocalTraining:
         """Return the direction [C, *shape] of a step, and the memory for the next step.
 
         A step subtracts rate × direction from the parameter. Each user's numbers may depend only on
-        that user's own. Products and sums should be separate operations: torch may round fused
-        ones differently at the end of a loop over all users. The default direction is the velocity,
+        that user's own. Products and sums should be separate operations: torch may round fused ones
+        differently at the end of a loop over all users. The default direction is the velocity,
         velocity ← momentum · velocity + gradient.
         """
         if not self.momentum:
@@ -187,7 +187,7 @@ class Transport(ABC):
 
     * each user of the request is in at most one partial sum, clipped as its vector groups state;
     * a user's contribution is a function of that user's own data, the request and the user's own
-      key, to the last bit: the sum over a cohort is the sum of what each user contributes alone;
+      key, to the last bit: the sum over a cohort is the sum of its users' separate contributions;
     * a user that fails, is late, absent or malformed contributes the zero vector;
     * no action of a user or a node raises here;
     * users outside the request never contribute.
@@ -203,7 +203,7 @@ class Transport(ABC):
     def collect_masked(
         self, request: RoundRequest, mechanism: GaussianMechanism, dropout: float
     ) -> Callable[[], OpenedSum | None]:
-        """Take a request without users to nodes that draw them; see `privacy.round.secure_round`.
+        """Send a request without users to nodes that draw them; see `privacy.round.secure_round`.
 
         By default the nodes are simulated here, and each drops out with probability `dropout`.
         """

@@ -1,4 +1,4 @@
-"""Training: the private rounds of a plan, and the checkpoints between them.
+"""Training: the private rounds of a plan, and checkpoints between them.
 
 A round asks users, releases, steps the server and reports. A checkpoint is the server's state in
 one file, bound to its plan and its ledger. It holds only released numbers and no random state, so a
@@ -40,14 +40,14 @@ from fedpriv.training.optimizers import OptimizerState, Parameters, stepped
 from fedpriv.training.plan import BATCH_NORM_METRIC, TrainingPlan
 from fedpriv.training.request import RoundRequest, Transport
 
-CONTRIBUTORS_METRIC = CONTRIBUTORS.name  # the count of users whose update counted
+CONTRIBUTORS_METRIC = CONTRIBUTORS.name  # number of users whose update counted
 _SURE = 3.0  # standard deviations
-_NEAR = 0.1  # of the expected number: smaller differences are not reported
-EVALUATION_PREFIX = "evaluation/"  # of metrics that users report on the model after a round
+_NEAR = 0.1  # of the expected number; smaller differences are not reported
+EVALUATION_PREFIX = "evaluation/"  # of users' metrics of the model after a round
 _FORMAT = "fedpriv checkpoint 4"
 _PARTS = ("parameters", "first", "second", "statistics", "control", "mean")  # of a checkpoint
 _KEPT = 3  # checkpoints
-_MOST_VOID = 3  # attempts at a round before the run stops; each is charged
+_MOST_VOID = 3  # void attempts at a round before the run stops; each is charged
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Stop(StrEnum):
 
     @property
     def may_go_on(self) -> bool:
-        """Whether more rounds may follow if the run is resumed."""
+        """True if more rounds may follow when the run is resumed."""
         return self in (Stop.ASKED, Stop.DECLINED, Stop.TOO_FEW)
 
 
@@ -123,15 +123,15 @@ class RoundResult:
     loss: float | None = None  # of the new model on held-out rows; None if it was not evaluated
     accuracy: float | None = None  # likewise
     figures: Mapping[str, float] = field(default_factory=dict)  # the task's figures, likewise
-    # If held-out rows have users, none of whom is enrolled: for each figure, and for loss and
+    # If held-out rows have users, who are never enrolled: for each figure, and for loss and
     # accuracy, the number of `users`, their `mean`, and the quantiles `q10`, `q50` and `q90`.
     held_out_users: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     simulation_only_seconds: float | None = None
-    unit: Unit = Unit.USER  # what (ε, δ) protects
+    unit: Unit = Unit.USER  # the unit that (ε, δ) protects
     # The relation between the two populations that (ε, δ) compares.
     relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE
-    # N' of a projection: `epsilon` is the cost as if so many users were enrolled, and none of those
-    # who are there has that guarantee. None: `epsilon` is theirs.
+    # N' of a projection: `epsilon` is the cost as if N' users were enrolled; no enrolled user has
+    # that guarantee. None: `epsilon` is the enrolled users' guarantee.
     as_if: int | None = None
     # The weakest of all charges so far; if seeded, no ε holds against anyone who knows the seed.
     randomness: Randomness = Randomness.OPERATING_SYSTEM
@@ -149,12 +149,12 @@ class RoundResult:
         >>> result.scalars
         {'test/accuracy': 0.9, 'privacy/epsilon': 0.25, 'clipping_norm/u': 0.5}
         """
-        own = {"test/loss": self.loss, "test/accuracy": self.accuracy}
-        released = {name: value for name, value in own.items() if value is not None}
+        measures = {"test/loss": self.loss, "test/accuracy": self.accuracy}
+        released = {name: value for name, value in measures.items() if value is not None}
         released |= {f"test/{name}": value for name, value in self.figures.items()}
-        for name, over in self.held_out_users.items():
-            told = {key: value for key, value in over.items() if key != "users"}
-            released |= {f"held_out_users/{name}/{key}": value for key, value in told.items()}
+        for name, spread in self.held_out_users.items():
+            statistics = {key: value for key, value in spread.items() if key != "users"}
+            released |= {f"held_out_users/{name}/{key}": value for key, value in statistics.items()}
         released["privacy/epsilon" if self.as_if is None else "projected/epsilon"] = self.epsilon
         released |= {f"clipping_norm/{name}": norm for name, norm in self.clipping_norms.items()}
         released |= {f"unclipped/{name}": share for name, share in self.unclipped.items()}
@@ -171,7 +171,7 @@ class RoundResult:
     def metrics_text(self) -> tuple[str, ...]:
         """The metrics that are a single number, each as text with the stddev of its noise.
 
-        The count of contributors is missing, since `Contributors` averages it over rounds.
+        The count of contributors is left out, since `Contributors` averages it over rounds.
         """
         return tuple(
             f"{name} {value:.3g} ± {self.metrics_noise_stddev[name]:.2g}"
@@ -181,7 +181,7 @@ class RoundResult:
 
 
 def best_round(results: Iterable[RoundResult]) -> RoundResult | None:
-    """Return the round with the highest held-out accuracy, or the lowest loss if there is none.
+    """Return the round with the highest held-out accuracy or, without accuracies, the lowest loss.
 
     A tie goes to the earliest round; None if no model was measured. The choice is post-processing
     of the releases of all rounds, so its cost is that of all rounds together.
@@ -217,7 +217,7 @@ class Contributors:
         return reduce(lambda counts, result: counts.with_round(result, sampling), results, cls())
 
     def with_round(self, result: RoundResult, sampling: SamplingEvent) -> Self:
-        """Return the sum with the count of one more round.
+        """Return the sum with one more round's count.
 
         For a series of rounds the variance is too large, because correlated noise partly cancels,
         and the draws of different rounds depend on each other.
@@ -254,7 +254,7 @@ class Contributors:
 
     @property
     def too_few(self) -> bool:
-        """Whether fewer than half of the expected users surely count, so that a run must end.
+        """True if surely fewer than half of the expected users count, so that a run must end.
 
         The total must be three standard deviations below half of the expected total. While that
         limit is negative, this is false. A run in which all users count therefore ends by chance
@@ -265,7 +265,7 @@ class Contributors:
 
     @property
     def far_off(self) -> bool:
-        """Whether the total surely differs from the expected total by more than a tenth of it."""
+        """True if the total surely differs from the expected total by more than a tenth."""
         margin = _SURE * math.sqrt(self.variance) + _NEAR * self.expected
         return abs(self.total - self.expected) > margin
 
@@ -275,15 +275,15 @@ class Contributors:
         `units` names what was counted, such as "users".
         """
         return (
-            f"{Stop.TOO_FEW}: {self} expected {units} counted in a round, as noised counts say; "
+            f"{Stop.TOO_FEW}: {self} expected {units} counted in a round, by noised counts; "
             f"the run ended after {done} of {rounds} rounds, and the rest of its budget is not "
-            "spent; look for what fails for all, such as NaN, labels that are no classes of the "
-            "model or absent nodes, or go on with --keep-going (in Python keep_going=True)"
+            "spent; look for a common cause, such as NaN, labels that are not classes of the "
+            "model or absent nodes, or continue with --keep-going (in Python keep_going=True)"
         )
 
 
 OnRound = Callable[[RoundResult], object]  # called after each round; its result is ignored
-# Called with mechanism, round and release, before the release is used.
+# Called with mechanism, round number and release, before the release is used.
 OnRelease = Callable[[GaussianMechanism, int, Release], object]
 
 
@@ -327,17 +327,17 @@ def train(
         return transport.collect(round_request(plan, state, at, users, entropy))
 
     def collect_masked(at: RoundAttempt) -> Callable[[], OpenedSum | None]:
-        asked = round_request(plan, state, at, np.empty(0, np.int64), entropy)
-        return transport.collect_masked(asked, mechanism, plan.simulated_dropout)
+        request = round_request(plan, state, at, np.empty(0, np.int64), entropy)
+        return transport.collect_masked(request, mechanism, plan.simulated_dropout)
 
     while state.round < plan.rounds:
         mechanism, number = plan.mechanism_at(state.clipping_norms), state.round + 1
-        about, given = (mechanism, plan.run, number), (records, entropy, prepare)
+        args, shared = (mechanism, plan.run, number), (records, entropy, prepare)
         try:
             if plan.secure_sum is None:
-                release: Release | None = private_round(*about, collect, *given)
+                release: Release | None = private_round(*args, collect, *shared)
             else:
-                attempts = (secure_round(*about, collect_masked, *given) for _ in range(_MOST_VOID))
+                attempts = (secure_round(*args, collect_masked, *shared) for _ in range(_MOST_VOID))
                 release = next(filter(None, attempts), None)
         except BudgetExceededError:
             return Stop.BUDGET
@@ -361,13 +361,13 @@ def round_request(
     users: npt.NDArray[np.int64],
     entropy: Entropy,
 ) -> RoundRequest:
-    """Return the request of an attempt at the next round to the users of its cohort."""
-    asked = request_to_nobody(plan, state, at)
-    return replace(asked, users=users, local_key=entropy.key(at.purpose("local")))
+    """Return the request that an attempt at the next round sends to its cohort."""
+    request = request_to_nobody(plan, state, at)
+    return replace(request, users=users, local_key=entropy.key(at.purpose("local")))
 
 
 def request_to_nobody(plan: TrainingPlan, state: ServerState, at: RoundAttempt) -> RoundRequest:
-    """Return the part of a round's request that does not depend on its cohort: it has no users."""
+    """Return the part of a round's request that does not depend on its cohort; it has no users."""
     return RoundRequest(
         run=at.run,
         round=at.round,
@@ -388,8 +388,8 @@ def close_round(
 ) -> tuple[ServerState, RoundResult]:
     """Return the server's state after a release, and the round's result: post-processing.
 
-    `state` is the state with which the round began; the result has its clipping norms. All charges
-    so far cost (`epsilon`, `delta`).
+    `state` is the state before the round; the result has its clipping norms. All charges so far
+    cost (`epsilon`, `delta`).
     """
     mechanism = plan.mechanism_at(state.clipping_norms)
     query, noise = mechanism.query, mechanism.tensor_stddevs
@@ -428,10 +428,10 @@ def close_round(
         relation=sampling.relation,
         as_if=sampling.projection.population if sampling.projection else None,
     )
-    after = ServerState(
+    next_state = ServerState(
         state.round + 1, parameters, optimizer, norms, statistics, control, state.mean
     )
-    return after.averaged(plan), result
+    return next_state.averaged(plan), result
 
 
 @dataclass(frozen=True)
@@ -446,16 +446,16 @@ class Checkpoint:
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, best: Checkpoint | None = None) -> Path:
     """Write `round-NNNNNN.safetensors`, named after its last round, atomically; return its path.
 
-    The folder keeps the last 3 checkpoints and `best`, which is written as well if it is missing.
+    The folder keeps the last 3 checkpoints and `best`, which is also written if it is missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = kept = _path_of(folder, checkpoint)
-    if best is not None and not (kept := _path_of(folder, best)).exists() and kept != path:
-        _write(kept, best)
+    path = best_path = _path_of(folder, checkpoint)
+    if best and (best_path := _path_of(folder, best)) != path and not best_path.exists():
+        _write(best_path, best)
     _write(path, checkpoint)
-    for old in checkpoints(folder)[:-_KEPT]:
-        if old != kept:
-            old.unlink(missing_ok=True)
+    for older_path in checkpoints(folder)[:-_KEPT]:
+        if older_path != best_path:
+            older_path.unlink(missing_ok=True)
     return path
 
 
@@ -466,11 +466,11 @@ def _path_of(folder: Path, checkpoint: Checkpoint) -> Path:
 def _write(path: Path, checkpoint: Checkpoint) -> None:
     state, head = checkpoint.state, checkpoint.ledger_head
     moments = (state.optimizer.first, state.optimizer.second)
-    kept = (state.parameters, *moments, state.statistics, state.control, state.mean)
+    parts = (state.parameters, *moments, state.statistics, state.control, state.mean)
     tensors = {
         f"{part}/{name}": np.asarray(tensor, order="C")
-        for part, named in zip(_PARTS, kept, strict=True)
-        for name, tensor in named.items()
+        for part, part_tensors in zip(_PARTS, parts, strict=True)
+        for name, tensor in part_tensors.items()
     }
     metadata = {
         "format": _FORMAT,
@@ -490,14 +490,14 @@ def evaluation_run(run: str) -> str:
 
 
 def own_charges(run: str, charges: Iterable[ChargedRow]) -> list[ChargedRow]:
-    """Return all charges of a run: those of its rounds, and those of evaluations of its models."""
+    """Return all charges of a run: for its rounds, and for evaluations of its models."""
     return [row for row in charges if row.run in (run, evaluation_run(run))]
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the paths of a folder's checkpoints, oldest first."""
-    found = folder.glob("round-*.safetensors")
-    return sorted(found, key=lambda path: (len(path.name), path.name))  # a name grows at 10⁶ rounds
+    paths = folder.glob("round-*.safetensors")
+    return sorted(paths, key=lambda path: (len(path.name), path.name))  # names grow at 10⁶ rounds
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -505,14 +505,14 @@ def load_checkpoint(path: Path) -> Checkpoint:
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
-            if (found := metadata.get("format")) != _FORMAT:
-                raise CheckpointError(f"{path} has format {found!r}; it must be {_FORMAT!r}")
+            if (file_format := metadata.get("format")) != _FORMAT:
+                raise CheckpointError(f"{path} has format {file_format!r}; it must be {_FORMAT!r}")
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}") from error
     if metadata.pop("digest", None) != _digest(metadata, tensors):
-        how = "delete it to resume from the checkpoint before it"
-        raise CheckpointError(f"{path} is damaged; {how}")
+        advice = "delete it to resume from the checkpoint before it"
+        raise CheckpointError(f"{path} is damaged; {advice}")
     parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in _PARTS}
     for key, tensor in tensors.items():
         part, _, name = key.partition("/")
@@ -542,12 +542,12 @@ def resume(path: Path, plan: TrainingPlan, ledger: Ledger) -> ServerState:
     """
     checkpoint = load_checkpoint(path)
     if checkpoint.plan_digest != plan.digest:
-        found = f"{path} belongs to plan {checkpoint.plan_digest[:12]}, not to {plan.digest[:12]}"
-        raise CheckpointError(f"{found}; a run can only be resumed with the plan it began with")
+        problem = f"{path} belongs to plan {checkpoint.plan_digest[:12]}, not to {plan.digest[:12]}"
+        raise CheckpointError(f"{problem}; a run can only be resumed with the plan it began with")
     if not ledger.contains_head(checkpoint.ledger_head):
-        found = f"{checkpoint.ledger_head.count} charges that the ledger does not hold"
-        legal = "a run can only be resumed with its own, complete ledger"
-        raise CheckpointError(f"{path} has seen {found}; {legal}")
+        problem = f"{checkpoint.ledger_head.count} charges that the ledger does not hold"
+        limit = "a run can only be resumed with its own, complete ledger"
+        raise CheckpointError(f"{path} has seen {problem}; {limit}")
     state, names = checkpoint.state, plan.layout.names
     parameters = {name: state.parameters[name] for name in names}
     control = {name: state.control[name] for name in names} if plan.control else {}

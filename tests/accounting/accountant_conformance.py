@@ -260,7 +260,7 @@ class AccountantConformance(ABC):
             assert 0.0 < self.epsilon(event) < math.inf
             assert 0.0 < self.accountant.delta([event], 1.0) < 1.0
             return
-        sentence = f"no analysis of {name} neighbours; legal is: poisson with add"
+        sentence = f"no analysis of {name} neighbours; allowed: poisson with add"
         with pytest.raises(UnsupportedEventError, match=sentence):
             self.accountant.epsilon([event], 1e-5)
         with pytest.raises(UnsupportedEventError, match=sentence):
@@ -306,7 +306,7 @@ class AccountantConformance(ABC):
     def test_an_event_without_analysis_is_refused(self, field: str, value: str) -> None:
         event = poisson_gaussian(0.1, 1.0)
         object.__setattr__(event.sampling, field, value)  # as a later version may allow
-        legal = "legal is: poisson with add-or-remove-one"
+        legal = "allowed: poisson with add-or-remove-one"
         events = [poisson_gaussian(0.1, 1.0), event]
         with pytest.raises(UnsupportedEventError, match=rf"no analysis of .*{value}.*; {legal}"):
             self.accountant.epsilon(events, 1e-5)

@@ -239,7 +239,7 @@ def test_a_rate_that_changes_asks_for_no_new_trials(path: Path) -> None:
 def test_a_step_needs_the_rate_of_a_round() -> None:
     falling = SGD(PolynomialDecay(0.4, 0.1, rounds=3), epochs=1)
     assert [falling.at(number).rate for number in (1, 2, 4)] == pytest.approx([0.4, 0.3, 0.1])
-    with pytest.raises(InvalidValueError, match="a step needs its number"):
+    with pytest.raises(InvalidValueError, match="a step needs a number"):
         _ = falling.rate
 
 

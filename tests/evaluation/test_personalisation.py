@@ -169,7 +169,7 @@ def test_held_out_users_measure_what_they_did_not_train_on(own: tuple[str, ...])
         ),
         (
             lambda: Personalisation(SGD(fedpriv.PolynomialDecay(0.1, 0.0, rounds=2), steps=2)),
-            "a step needs its number",
+            "a step needs a number",
         ),
         (lambda: network(own=("3.*",)), "'3.\\*' matches no trainable parameter"),
         (lambda: network(own=("*",)), "personal names all parameters of the model"),

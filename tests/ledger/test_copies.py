@@ -123,7 +123,7 @@ def test_a_copy_that_was_cut_short_is_refused(states, tmp_path, end):
 def test_a_torn_copy_says_what_it_is(states, tmp_path):
     path = tmp_path / "ledger"
     path.write_bytes(states[-1][: 3 * PAGE] + bytes(PAGE) + states[-1][4 * PAGE :])
-    with pytest.raises(LedgerError, match="is damaged, or a copy that was made while it was writt"):
+    with pytest.raises(LedgerError, match="is damaged, or was copied while it was writt"):
         Ledger.open(path)
 
 

@@ -65,7 +65,7 @@ ONE_OF_EACH = (
 def test_a_pair_without_analysis_cannot_be_constructed(
     policy: SamplingPolicy, relation: NeighbouringRelation
 ) -> None:
-    sentence = f"{policy} sampling with {relation} neighbours has no analysis; legal is: poisson wi"
+    sentence = f"{policy} sampling with {relation} neighbours has no analysis; allowed: poisson wi"
     with pytest.raises(InvalidValueError, match=sentence):
         SamplingEvent(policy, 1.0, 10, relation, Schedule(1))
 
@@ -321,8 +321,8 @@ class TestStrategies:
             replace(SERIES, strategy=strategy)
 
     def test_within_bands_are_no_longer_than_the_groups_are_many(self):
-        sentence = "has 3 coefficients; with poisson-within-bands sampling it must have at most as"
-        with pytest.raises(InvalidValueError, match=f"{sentence} many as groups, 2"):
+        sentence = "has 3 coefficients; with poisson-within-bands sampling it must have at most one"
+        with pytest.raises(InvalidValueError, match=f"{sentence} per group, 2"):
             replace(BANDED, strategy=(1.0, 0.5, 0.25))
 
     @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ class TestOpening:
 
     def test_a_journal_left_of_a_lost_ledger_does_not_roll_a_new_one_back(self, path):
         Path(f"{path}-journal").write_bytes(b"charges")
-        with pytest.raises(LedgerError, match="left of another ledger"):
+        with pytest.raises(LedgerError, match="left over from another ledger"):
             Ledger.open_or_create(path, "users")
         assert not path.exists()
 

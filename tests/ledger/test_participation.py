@@ -240,7 +240,7 @@ class TestWithALedger:
 
     def test_a_cohort_of_another_round_is_named(self, record, ledger):
         self.charge(ledger, record.record("r", 0, 1, np.arange(4)), 0)
-        with pytest.raises(LedgerError, match=r"charge 1 .*of run r, round 0, attempt 1"):
+        with pytest.raises(LedgerError, match=r"charge 1 .*from run r, round 0, attempt 1"):
             ledger.verify(record)
 
     def test_a_cohort_beyond_the_population_is_named(self, record, ledger):

@@ -398,14 +398,14 @@ def test_noise_beyond_its_bound_ends_the_run(monkeypatch: pytest.MonkeyPatch) ->
         low = CorrelatedNoise(strategy, 1000, STDDEV, 5)
         monkeypatch.undo()
         drawn(noise, keys(5))
-        with pytest.raises(NoiseError, match="noise is beyond"):
+        with pytest.raises(NoiseError, match="noise exceeds its bound"):
             drawn(low, keys(5))
 
 
 def test_a_buffer_beyond_its_bound_ends_the_run() -> None:
     noise = CorrelatedNoise(SLOW, 2, 1.0, 5)
     state = correlated_noise.NoiseState(1, (np.full(2, 1e9), np.zeros(2)))
-    with pytest.raises(NoiseError, match="noise is beyond"):
+    with pytest.raises(NoiseError, match="noise exceeds its bound"):
         noise.step(state, keys(1)[0])
 
 

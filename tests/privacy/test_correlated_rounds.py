@@ -141,8 +141,8 @@ def test_the_price_is_reached_by_a_user_who_sends_the_same_each_time(tmp_path: P
     [
         (PoissonSampling(USERS, 0.5), BANDED, "noise is correlated and sampling is poisson"),
         (RandomAllocationSampling(USERS, N), BANDED, "random-allocation sampling has"),
-        (BandedPoissonSampling(USERS, N, 3, 0.5), BANDED, "at most as many as groups, 3"),
-        (BandedPoissonSampling(USERS, N, B, 0.5), BUFFERED, "at most as many as groups, 4"),
+        (BandedPoissonSampling(USERS, N, 3, 0.5), BANDED, "at most one per group, 3"),
+        (BandedPoissonSampling(USERS, N, B, 0.5), BUFFERED, "at most one per group, 4"),
     ],
 )
 def test_what_has_no_analysis_cannot_be_made(

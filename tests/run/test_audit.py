@@ -246,7 +246,7 @@ def test_an_audit_whose_file_is_gone_is_not_begun_anew(interrupted: Path) -> Non
     with pytest.raises(DataError, match=r"audit\.jsonl is missing"):
         audited_run(out, resume=True)
     measurements.write_text(kept.replace('"canaries":60', '"canaries":61'), "utf-8")
-    with pytest.raises(DataError, match=r"audit\.jsonl is not of an audit of this plan"):
+    with pytest.raises(DataError, match=r"audit\.jsonl is not from an audit of this plan"):
         audited_run(out, resume=True)
     measurements.write_text(kept, "utf-8")
     audited_run(out, resume=True)

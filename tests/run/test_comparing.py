@@ -109,7 +109,7 @@ def test_a_process_that_dies_costs_its_run_and_the_same_command_goes_on(folder: 
     file = study_file(folder, base=OWN)
     (folder / "die").touch()
     sentence = refused("compare", file, "--out", "part", "--workers", "1", cwd=folder)
-    assert "was killed, perhaps because memory was short; finished runs are kept" in sentence
+    assert "was killed, perhaps because memory ran out; finished runs are kept" in sentence
     (first,) = results(folder / "part")
     assert read_study(folder / "part").missing == 3
     stamp = (folder / "part" / first).stat().st_mtime_ns

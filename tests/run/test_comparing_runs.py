@@ -175,7 +175,7 @@ def test_a_run_on_other_files_of_the_same_names_does_not_stand(tmp_path: Path) -
         (out / cell.path / RESULT).write_text(results_text([result(study, cell, out)]))
     (out / "study.toml").write_text(study_toml(study, out))
     run_study(file, out, 1)  # no run is missing
-    with pytest.raises(DataError, match="holds a run of other settings"):
+    with pytest.raises(DataError, match="holds a run with settings that differ"):
         run_study(of_site("b"), out, 1)
     assert load_study(out / "study.toml") == study
 
@@ -228,7 +228,7 @@ def test_arms_for_other_neighbours_are_refused(tmp_path: Path, policy: str, opti
     other = [f"sampling.policy={policy}", f"sampling.options={options}"]
     axes = {"policy": {"coins": [f"{q}=0.5"], "other": other}}
     study = load_study(study_file(tmp_path, axes=axes, base=BASE | {"privacy": privacy}))
-    sentence = "arms 'coins' and 'other' are for add-or-remove-one and replace-one neighbours; an ε"
+    sentence = "arms 'coins' and 'other' are for add-or-remove-one and replace-one neighbours"
     with pytest.raises(InvalidValueError, match=sentence):
         calibrated(study)
 

@@ -111,7 +111,7 @@ def test_a_study_goes_on_only_where_its_caller_says_that_nothing_changed(
         study(tmp_path, {"a": after})
     assert study(tmp_path, {"a": before}, resume=True).runs == found.runs
     if what in TOLD:
-        with pytest.raises(DataError, match="a run of other settings than the study has now"):
+        with pytest.raises(DataError, match="a run with settings that differ from the study"):
             study(tmp_path, {"a": after}, seeds=2, resume=True)
 
 

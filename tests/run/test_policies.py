@@ -233,7 +233,7 @@ def test_a_search_on_users_has_no_price_for_other_policies(
 ) -> None:
     more = sets(*settings, 'tune.space={"clipping.norm"=[0.2,0.5]}', "tune.held_out_is_public=true")
     said = refused("tune", file, *more, "--on", "users", "--out", tmp_path / "found")
-    assert "a search on users has an analysis for poisson alone" in said
+    assert "a search on users has an analysis only for poisson" in said
     assert not (tmp_path / "found").exists()
 
 

@@ -211,7 +211,7 @@ def test_the_table_has_the_numbers_of_the_json() -> None:
     low, up = epsilon_down(price["epsilon_low"]), epsilon_up(price["epsilon"])
     z_and_q = ["add-or-remove-one", "0.03548", "1.2"]
     assert row == ["Poisson, about 120 of 3,383", *z_and_q, low, up, price["verdict"]]
-    assert "by a secret coin of its own" in printed(*command)
+    assert "by its own secret coin" in printed(*command)
 
 
 @pytest.mark.parametrize(

@@ -342,7 +342,7 @@ def with_less_noise(run: RunFolder) -> None:
         (lambda run: run.plan.write_bytes(b""), "plan.toml: key name is absent"),
         (lambda run: run.plan.write_bytes(b"\xff"), "plan.toml is not valid TOML"),
         (half, "plan.toml"),
-        (without_a_run, "plan.toml is damaged: a plan that was begun has run"),
+        (without_a_run, "plan.toml is damaged: it must have run"),
         (renamed, BOUND),
         (with_less_noise, BOUND),
         (lambda run: run.plan_digest.unlink(), "the run began with plan 'unknown', this is"),

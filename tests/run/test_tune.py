@@ -569,7 +569,7 @@ def test_a_folder_that_holds_a_search_is_not_used_again(folder: Path) -> None:
         ({"clipping.norm": 3}, "space has 3 for clipping.norm"),
         ({"clipping.norm": "ab"}, "space has 'ab' for clipping.norm"),
         ({"clipping.norm": {0.5, 1.0}}, "for clipping.norm; it must be a pair"),
-        ({3: [1]}, "space has 3, which is no key"),
+        ({3: [1]}, "space has 3, which is not a key"),
         (3, "space is of the type int"),
         ({"server.options.learning_rate": [StepDecay(1.0, 0.5, 2)]}, "must be numbers, text, true"),
         ({"clipping.norm": [0.5, {1}]}, "tune.space.clipping.norm has {1}"),

@@ -541,7 +541,7 @@ def test_python_refuses_what_a_file_does(tmp_path: Path) -> None:
 
 def test_arms_of_a_study_have_one_unit(tmp_path: Path) -> None:
     arms = {"examples": {}, "pairs": {"mechanism": private("microbatch")}}
-    with pytest.raises(InvalidValueError, match="an ε of one unit is no ε of another"):
+    with pytest.raises(InvalidValueError, match="the ε of different units are not comparable"):
         fedpriv.compare(
             population(), task(), private("example"), arms, out=tmp_path / "study", quiet=True
         )

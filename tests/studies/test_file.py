@@ -160,7 +160,7 @@ def test_committed_studies_are_valid(path: Path) -> None:
         ({"axes": {"p": {"x": ["privacy={delta=0.5}"]}}}, "sets privacy.epsilon"),
         ({"axes": {"privacy.ledger": ["x"]}}, "every run of a study has its own"),
         ({"axes": {"privacy.unsafe_no_privacy": [True]}}, "a study compares at equal privacy"),
-        ({"axes": {"audit.canaries": [60]}}, "has an audit; a study would not say what it found"),
+        ({"axes": {"audit.canaries": [60]}}, "has an audit; a study would not report its result"),
         ({"axes": {"seed": [4]}}, "sets seed; the study's seeds"),
         ({"axes": {"model.seed": [4]}}, "sets model.seed; the study's seeds"),
         ({"axes": {"clipping.nrom": [1.0]}}, "arm 'nrom-1.0': unknown key clipping.nrom"),

@@ -44,7 +44,7 @@ def test_a_run_of_other_settings_is_refused(tmp_path: Path) -> None:
     study = load_study(study_file(tmp_path))
     write(tmp_path, study, study.cells[0])
     study_file(tmp_path, target={"epsilon": 8.0, "delta": 1e-3})
-    with pytest.raises(DataError, match="holds a run of other settings"):
+    with pytest.raises(DataError, match="holds a run with settings that differ"):
         read_study(tmp_path)
 
 
@@ -76,7 +76,7 @@ def test_the_file_of_all_results_stands_in_where_there_are_no_runs(tmp_path: Pat
     kept.write_text(results_text([strange, *reversed(results)]))
     assert read_study(tmp_path).runs == tuple(results)
     kept.write_text(results_text([result(study, study.cells[0], settings="others")]))
-    with pytest.raises(DataError, match="holds a run of other settings"):
+    with pytest.raises(DataError, match="holds a run with settings that differ"):
         read_study(tmp_path)
     kept.write_text("5\n")
     with pytest.raises(DataError, match="cannot be read as the result"):

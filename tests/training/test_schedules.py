@@ -140,7 +140,7 @@ def test_rates_out_of_range_are_refused_before_any_round(make: object, message: 
 def test_a_step_needs_a_number() -> None:
     optimizer = FedAvg(PowerDecay(0.1))
     average = {name: np.zeros(p.shape) for name, p in PARAMETERS.items()}
-    with pytest.raises(InvalidValueError, match="of the optimiser `at` a round"):
+    with pytest.raises(InvalidValueError, match="call `at` with a round"):
         optimizer.update(average, optimizer.init(PARAMETERS), PARAMETERS)
 
 

@@ -116,7 +116,7 @@ def test_only_the_rate_of_a_round_and_what_nodes_know_are_sent() -> None:
     falling = SGD(PolynomialDecay(0.5, 0.1, rounds=4), epochs=1)
     sent = json.loads(LOCAL_TRAINING.encode(falling.at(3)).options)
     assert sent["learning_rate"] == pytest.approx(0.3)
-    with pytest.raises(WireError, match="a step needs its number"):
+    with pytest.raises(WireError, match="a step needs a number"):
         LOCAL_TRAINING.encode(falling)
 
     class Mine(LocalTraining):

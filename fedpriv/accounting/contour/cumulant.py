@@ -29,9 +29,9 @@ from fedpriv.accounting.round_counts import Direction, Vector
 ComplexVector = NDArray[np.complex128]
 
 EPS, TINY = (float(x) for x in (np.finfo(np.float64).eps, np.finfo(np.float64).tiny))
-LARGEST_ANGLE = 2.4  # θ stays below π, where A may vanish
+LARGEST_ANGLE = 2.4  # keeps θ below π, where A may vanish
 HEIGHTS = (0.2, 0.5, 1.2, 2.4, 4.8)  # of ellipses in the imaginary direction
-_CUT = 50.0  # a density below e^−50 of the largest is left out
+_CUT = 50.0  # densities below e^−50 of the largest are left out
 _SURVEY = 96  # nodes per setting, enough for plans
 _CHUNK = 1 << 15  # numbers of a temporary array, which fit into the cache
 _POWERS = 16  # largest number of factors of one e^{itL}, twice; more would add up roundings
@@ -39,7 +39,7 @@ _NODES = 128  # nodes of one matrix product: too few for any BLAS library to sta
 _TAPER = 16
 _SHARE = 0.75  # of the best shift of a path: nearly as good for small t, better for rare losses
 _TRUSTED = 0.9  # share of a decay that counts; the rest covers the error of its quadrature
-_INTERVALS = 96  # of a window, in each of which a density's peak is bounded
+_INTERVALS = 96  # parts of a window; a density's peak is bounded in each
 
 
 class View(NamedTuple):
@@ -103,7 +103,7 @@ class Losses:
 
 @dataclass(frozen=True)
 class DirectedRounds:
-    """Rounds of p different settings (q, z), seen from one direction."""
+    """Rounds of p different settings (q, z), in one direction."""
 
     q: Vector  # [p]
     z: Vector  # [p]
@@ -191,7 +191,7 @@ def losses(q: Vector, z: Vector, ends: tuple[Vector, Vector], view: View, nodes:
 
 def _sides(view: View, q: Vector, z: Vector, y: Vector) -> tuple[Side, ...]:
     """Return log A at outputs y [p, n], and at −y if a user is replaced, for q and z [p, 1]."""
-    return tuple(_side(view.examples, q, z, at) for at in ((y, -y) if view.replaced else (y,)))
+    return tuple(_side(view.examples, q, z, x) for x in ((y, -y) if view.replaced else (y,)))
 
 
 def _side(k: int, q: Vector, z: Vector, y: Vector) -> Side:
@@ -243,10 +243,10 @@ def log_likelihood_ratio(log_r: Vector, q: Vector) -> Vector:
     """Return log(1 − q + q·r), with a small relative error for tiny q and for q = 1."""
     rise = q * np.expm1(np.minimum(log_r, 500.0))
     log_ratio = np.log1p(np.maximum(rise, -0.5))
-    far = (rise <= -0.5) | (log_r >= 500.0)
-    if not far.any():
+    is_far = (rise <= -0.5) | (log_r >= 500.0)
+    if not is_far.any():
         return log_ratio
-    return np.where(far, np.logaddexp(log1p(-q), np.log(q) + log_r), log_ratio)
+    return np.where(is_far, np.logaddexp(log1p(-q), np.log(q) + log_r), log_ratio)
 
 
 def window(q: Vector, z: Vector, log_tail: float, view: View) -> tuple[Vector, Vector]:

@@ -9,10 +9,10 @@ For the loss S of all rounds together, K(w) = log E[e^{wS}] and any c > 0,
 positive, and bounded here. A plan sets the real part, the step and the length of the contour, from
 rough estimates: a poor plan makes the interval wider, never wrong.
 
-Eight digits cost some thousand exponentials for each different (q, z), whatever its count. A run
-prices the same few (q, z) again and again, each time with more rounds. So plans are on a grid,
-where many numbers of rounds share a contour, and the values of one round of each (q, z) along it
-are cached. An answer depends on rounds and δ alone, not on earlier calls.
+Eight digits cost some thousand exponentials for each different (q, z), for any count. A run prices
+the same few (q, z) again and again, each time with more rounds. So plans are on a grid, on which
+many numbers of rounds share a contour, and the values of one round of each (q, z) along it are
+cached. An answer depends only on rounds and δ, not on earlier calls.
 
 The method refuses if rare, huge losses make the integrand decrease too slowly: for z·√(Σq²) < 0.1
 with, mostly, Σq < 1, and for a few rounds with q < 1.
@@ -56,13 +56,13 @@ _GRID = 32  # plans have tilts c = e^{j/32}
 _LARGEST_PLACE = 24 * _GRID  # saddle points are searched between e^−24 and e^24
 _FINE, _END = 4, 2  # periods are powers of 2^{1/4}, and ends powers of √2
 _ENDS = 60  # candidates for the end of a contour
-_FEW_TERMS = 32.0  # a sum with fewer terms needs no better window
+_FEW_TERMS = 32.0  # a sum with fewer terms does not need a better window
 _SIZES = (32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048, 3072)
 # Limits on the multiplications of a contour; above them, a convolution is faster.
 _WORK, _WORK_PER_SETTING, _MOST_WORK = 2e7, 1e6, 1e9
 _PART = 128  # settings in one array
 _WIDEST = 1e-3  # largest width of an interval, relative to its upper end
-_NEARLY = 5e-3  # relative width of δ at each of many ε at which no other contour is tried
+_NEARLY = 5e-3  # no other contour is tried if δ has at most this relative width at all of many ε
 _LEAST_NOISE, _MOST_NOISE, _LEAST_PROBABILITY = 0.02, 1e6, 1e-12
 _MOST_EPSILON = 1e200  # products of larger ones overflow
 # Distances at which a bound is tried, relative to the estimated one.
@@ -134,14 +134,14 @@ def plan_at_epsilon(rounds: DirectedRounds, epsilon: float) -> ContourPlan:
         wide, _ = _log_tails(rounds, log_delta)
         saddle = _saddle(rounds, wide, excess)
         guess = saddle.log_delta + (saddle.epsilon - epsilon) * saddle.c  # to first order
-        before, log_delta = log_delta, min(max(guess, _LEAST_LOG_DELTA), -1e-3)
-        if abs(log_delta - before) < 1.0:
+        previous, log_delta = log_delta, min(max(guess, _LEAST_LOG_DELTA), -1e-3)
+        if abs(log_delta - previous) < 1.0:
             break
     return _cheapest(plan, rounds, log_delta)
 
 
 def _log_tails(rounds: DirectedRounds, log_delta: float) -> tuple[float, float]:
-    """Return log tails of a wide window, for most losses, and of one for rare, huge losses."""
+    """Return log tails of a wide window, for most losses, and a narrow one, for rare huge ones."""
     narrow = log_delta - rounds.certainty - math.log(_power(rounds.number))
     return min(float(log_ndtr(ndtri_exp(log_delta) - _MARGIN)), narrow), narrow
 
@@ -154,12 +154,12 @@ def _power(rounds: float) -> float:
 def _cheapest(
     plan: Callable[[float], ContourPlan], rounds: DirectedRounds, log_delta: float
 ) -> ContourPlan:
-    """Return the plan with fewer terms of the two windows."""
+    """Return the plan with fewer terms, by the wide or the narrow window."""
     wide, narrow = _log_tails(rounds, log_delta)
-    first = plan(wide)
-    if first.last < _FEW_TERMS or narrow == wide:
-        return first
-    return min(first, plan(narrow), key=lambda p: p.last)
+    wide_plan = plan(wide)
+    if wide_plan.last < _FEW_TERMS or narrow == wide:
+        return wide_plan
+    return min(wide_plan, plan(narrow), key=lambda p: p.last)
 
 
 class _Moments(NamedTuple):
@@ -226,7 +226,7 @@ def _plan(
     least = math.floor(_END * math.log2(6.0 / spread))
 
     def suffices(end: int) -> bool:
-        """Return whether the integral beyond this end is negligible, as then for later ones too."""
+        """Return whether the integral beyond this end, and so beyond later ones, is negligible."""
         stop = 2.0 ** ((least + end) / _END)
         decay_needed = scale - math.log(math.pi * stop) + certainty
         return rounds.sum(_decay(*place, c, stop)) >= decay_needed
@@ -411,14 +411,14 @@ def _parts(
     low, high = support(survey, (plan.c, plan.further))
     log_mgf = tilt(survey, plan.c).log_mgf
     semiaxes = np.minimum(np.array(HEIGHTS)[:, None], LARGEST_ANGLE * z / settings.view.examples)
-    all_ = DirectedRounds(q, z, np.ones_like(q), settings.view)
-    log_rho, error = log_errors(all_, low, high, plan.c, stop, semiaxes)
+    directed = DirectedRounds(q, z, np.ones_like(q), settings.view)
+    log_rho, error = log_errors(directed, low, high, plan.c, stop, semiaxes)
     required = (error - log_mgf + plan.certainty + math.log(rounds)) / (2 * log_rho)
     best = required.argmin(axis=0), np.arange(len(low))
     if not required[best].max() < _SIZES[-1]:
         return None
     nodes = np.array(_SIZES, np.float64)[np.searchsorted(_SIZES, required[best], side="right")]
-    _, further = log_errors(all_, low, high, plan.further, 0.0, semiaxes[best][None])
+    _, further = log_errors(directed, low, high, plan.further, 0.0, semiaxes[best][None])
     order, parts = np.argsort(nodes, kind="stable"), []
     arrays = (low, high, nodes, log_rho[best], error[best], further[0])
     size = max(1, _PART // settings.view.examples)
@@ -440,20 +440,20 @@ def epsilon_interval(rounds: Rounds, delta: float, views: Views = USERS) -> Ends
         raise ContourUnsuitableError(f"delta is {delta}; the contour needs at least 1e-100")
 
     def ceiling(setting: DirectedRounds, plan: ContourPlan, low: float) -> float:
-        """Return the largest loss if it is at most `low`, and else at most a Rényi bound.
+        """Return the largest loss if it is at most `low`, else the lesser of it and a Rényi bound.
 
         The latter is that of Canonne et al. 2020, Proposition 12.
         """
-        if (most := _largest_loss(setting)) <= low:
-            return most
-        rest = delta - setting.number * math.exp(plan.log_tail)
-        if rest <= 0.0:
-            return most
-        renyi = (cumulant_bound(setting, plan) - math.log(rest) - conversion(plan.c)) / plan.c
-        return max(0.0, min(renyi, most))
+        if (largest := _largest_loss(setting)) <= low:
+            return largest
+        remaining = delta - setting.number * math.exp(plan.log_tail)
+        if remaining <= 0.0:
+            return largest
+        renyi = (cumulant_bound(setting, plan) - math.log(remaining) - conversion(plan.c)) / plan.c
+        return max(0.0, min(renyi, largest))
 
-    def plan_of(few: DirectedRounds, up: float) -> ContourPlan:
-        return plan_at_delta(few, log_delta) if up == math.inf else plan_at_epsilon(few, up)
+    def plan_of(groups: DirectedRounds, up: float) -> ContourPlan:
+        return plan_at_delta(groups, log_delta) if up == math.inf else plan_at_epsilon(groups, up)
 
     return _worse(rounds, views, plan_of, partial(_epsilon_ends, delta=delta), ceiling, 1e-9)
 
@@ -478,8 +478,8 @@ def delta_interval(rounds: Rounds, epsilon: float, views: Views = USERS) -> Ends
         low, up = sums.delta_ends(np.array(epsilon))
         return float(low), float(up)
 
-    def plan_of(few: DirectedRounds, _up: float) -> ContourPlan:
-        return plan_at_epsilon(few, epsilon)
+    def plan_of(groups: DirectedRounds, _up: float) -> ContourPlan:
+        return plan_at_epsilon(groups, epsilon)
 
     return _worse(rounds, views, plan_of, ends_of, ceiling, 1e-90)
 
@@ -490,16 +490,16 @@ def deltas_along(
     """Return upper bounds of δ at ascending ε: [epsilons], tight for δ between those of `near`.
 
     Every contour bounds δ at all ε. The one for the first delta of `near` is precise enough for all
-    of them; views share its plan, and have others where bounds stay wide. ContourUnsuitableError if
-    a contour is too expensive, if all are wide, or as in `epsilon_interval`.
+    of them; views share its plan, and get others if bounds stay wide. ContourUnsuitableError if a
+    contour is too expensive, if all are wide, or as in `epsilon_interval`.
     """
     worse, at, shared = np.zeros(len(epsilons)), np.array(epsilons), list[ContourPlan]()
     for view in views:
         setting, groups = _directed(rounds, view)
         groups = replace(groups, certainty=groups.certainty + math.log(max(near) / min(near)))
         lows, ups = np.zeros(len(at)), np.where(at < _largest_loss(setting), 1.0, 0.0)
-        own = (plan_at_delta(groups, math.log(delta)) for delta in near)
-        for plan in chain(shared, own):
+        own_plans = (plan_at_delta(groups, math.log(delta)) for delta in near)
+        for plan in chain(shared, own_plans):
             shared = shared or [plan]
             if (sums := contour(setting, plan)) is None:
                 raise ContourUnsuitableError("the contour is too expensive")
@@ -530,8 +530,8 @@ def _worse(
 ) -> Ends:
     """Return the ends in the worst view.
 
-    The second one is computed only if its ceiling is above the first one's lower end, which
-    the ceiling knows, as it may take long.
+    Since the second view may take long, it is computed only if its ceiling, which is given the
+    first view's lower end, is above that end.
     """
     if not rounds:
         return 0.0, 0.0
@@ -589,8 +589,8 @@ def _epsilon_ends(sums: Contour, delta: float) -> Ends:
         scale = float(sums.log_scale(np.array(epsilon)))
         excess = math.log(value) + scale - math.log(delta)
         left, right = (epsilon, right) if excess > 0.0 else (left, epsilon)
-        before, epsilon = epsilon, max(epsilon + excess * value / slope, 0.0)
-        if abs(epsilon - before) <= 1e-13 * (epsilon + value / slope):
+        previous, epsilon = epsilon, max(epsilon + excess * value / slope, 0.0)
+        if abs(epsilon - previous) <= 1e-13 * (epsilon + value / slope):
             break
         if not left < epsilon < right:
             epsilon = max((left + right) / 2, 0.0)

@@ -75,11 +75,11 @@ class ReplacePair(SymmetricPair):
     def masses(self, edges: Vector) -> Vector:
         """Return masses below, between and above the losses `edges`: [3, edges + 1]."""
         ends = np.concatenate([[-np.inf], self.sample_at(edges), [np.inf]])
-        absent, present, other = (
+        without, with_user, with_other = (
             gaussian_masses(ends[:-1], ends[1:], mean, 2 * self.z) for mean in (0.0, 1.0, -1.0)
         )
-        p, q = ((1 - self.q) * absent + self.q * shifted for shifted in (present, other))
-        return np.array([p, q, self.q * (present - other)])
+        p, q = ((1 - self.q) * without + self.q * shifted for shifted in (with_user, with_other))
+        return np.array([p, q, self.q * (with_user - with_other)])
 
     def sketch(self, tail: float) -> Sketch:
         """Return the loss at evenly spaced outputs."""

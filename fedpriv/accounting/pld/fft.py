@@ -71,8 +71,8 @@ class Composition:
 def compose_atoms(parts: Sequence[tuple[LossAtoms, int]], window: FftWindow) -> Composition:
     """Return the sum of independent losses, each repeated.
 
-    It has only its moment K, and no points, if it needs over 2²¹ points, or if rounding makes the
-    window uncertain.
+    It has only its moment K, and no points, if it would need over 2²¹ points, or if rounding makes
+    the window uncertain.
     """
     tilt, step = window.tilt, window.step
     logs, weights = zip(*(_tilted(atoms, step, tilt) for atoms, _ in parts), strict=True)
@@ -173,7 +173,7 @@ def circular_sum(
     tops = [int(weight.argmax()) for weight in weights]
 
     def circle(k: int) -> Vector:
-        """Return the masses of one draw without the heaviest, whose place is 0."""
+        """Return the masses of one draw without the heaviest atom, whose position is 0."""
         rest = np.where(np.arange(len(weights[k])) == tops[k], 0.0, weights[k])
         places = (indices[k] - indices[k][tops[k]]) % size
         return np.bincount(places, rest, size).astype(np.float64)

@@ -90,7 +90,7 @@ class LossLaw(Protocol):
 
 
 class LossPair(Protocol):
-    """The pair (P, Q) of some event, for z in [0.02, 10⁶]; a value that is compared and hashed."""
+    """The pair (P, Q) of some event, for z in [0.02, 10⁶]; it can be compared and hashed."""
 
     @property
     def q(self) -> float:
@@ -113,12 +113,12 @@ class LossPair(Protocol):
 
 
 Pairs = Mapping[LossPair, int]
-"""Number of events by the pair whose loss they have."""
+"""Number of events by their pair."""
 
 
 @dataclass(frozen=True)
 class GaussianPair:
-    """The pair of one release with Gaussian noise, of one kind, by q and z."""
+    """The pair of one release with Gaussian noise; subclasses are its kinds."""
 
     q: float  # probability that a user is in the cohort, in (0, 1]
     z: float  # noise_stddev per sensitivity, ≥ 0
@@ -143,12 +143,12 @@ class LatticePoints:
 
 
 def lattice_points(law: LossLaw, lattice: Lattice, direction: Direction) -> LatticePoints:
-    """Return the points for one pair, without `lattice.tail` of P and Q and losses beyond ±600.
+    """Return the points for one pair, without tails of mass `lattice.tail` or losses beyond ±600.
 
-    One is the centre of the loss. From there they are neighbours first, then spaced in proportion
-    to their distance, then evenly, so that a few hundred cover losses of all sizes.
+    One point is the centre of the loss. From there, points are first neighbours, then spaced in
+    proportion to their distance, then evenly, so that a few hundred cover losses of all sizes.
     """
-    # A hair off the centre, so that rounding cannot move a mean to the wrong side of it.
+    # Slightly off the centre, so that rounding cannot move a mean to its wrong side.
     offset = law.centre(lattice.step) - direction * _HAIR * lattice.step
     low, high = law.span(lattice.tail)
     below = _spaced(math.floor((offset - low) / lattice.step) + 2, lattice)
@@ -160,7 +160,7 @@ def lattice_points(law: LossLaw, lattice: Lattice, direction: Direction) -> Latt
 
 
 def _spaced(reach: int, lattice: Lattice) -> NDArray[np.int64]:
-    """Return increasing indices from 1 to at least `reach`, spaced as `lattice_points` says."""
+    """Return increasing indices from 1 to at least `reach`, spaced as in `lattice_points`."""
     growth, widest = lattice.growth, max(lattice.widest, 1.0, reach / _MOST_POINTS)
     knee, far = 1 / growth, widest / growth
     turn = knee + math.log(far / knee) / growth
@@ -182,19 +182,19 @@ def dominating(law: LossLaw, lattice: Lattice, direction: Direction) -> LossAtom
     points = lattice_points(law, lattice, direction)
     loss, share = points.loss, -np.expm1(-lattice.step * np.diff(points.index))
     masses = law.masses(loss)
-    inner, small = _without_small(masses)
+    inner, small_sums = _without_small(masses)
     p, q, _ = inner
     mass = np.zeros(len(loss))
-    # Masses that lost digits are infinite; so is more than any mass that underflowed.
+    # Masses that lost digits become infinite; so does more than all mass that underflowed.
     infinite = _SMALLEST * len(loss)
     if direction is Direction.REMOVE:
-        infinite += masses[0, -1] + small[0]
+        infinite += masses[0, -1] + small_sums[0]
         moved = np.clip(_excess(inner, loss[:-1]) / share, 0.0, p)
         mass[1:] += moved
         mass[:-1] += p - moved
         mass[0] += masses[0, 0]
     else:
-        infinite += masses[1, 0] + small[1]
+        infinite += masses[1, 0] + small_sums[1]
         moved = np.clip(-_excess(inner, loss[1:]) * np.exp(-loss[1:]) / share, 0.0, q)
         mass[1:] += q - moved
         mass[:-1] += moved
@@ -258,8 +258,8 @@ def _excess(masses: Vector, loss: Vector) -> Vector:
 def _exchanged(masses: Vector, loss: Vector, spacing: Vector) -> Vector:
     """Return Q-masses on the lattice points, after exchange between neighbours.
 
-    If the mean of a mass is above its point, the neighbour below lends it mass that moves up to the
-    point; if it is below, the neighbour above does.
+    If the mean of a mass is above its point, the point below lends it mass, which moves up to the
+    point; if the mean is below, the point above lends mass.
     """
     excess = _excess(masses, loss)
     gap = np.exp(loss[:-1]) * np.expm1(spacing)
@@ -280,7 +280,7 @@ def _convex_hull(mass: Vector, loss: Vector) -> Vector:
     takes the mass under Q (first point) or P (last point); the other mass changes so that δ
     decreases.
     """
-    # One point at a time, since a removal may cause the next along the points.
+    # One point at a time, since a removal may cause another one nearby.
     masses, losses = mass.tolist(), loss.tolist()
     below, above = [*range(-1, len(losses) - 1)], [*range(1, len(losses) + 1)]
     negative = np.flatnonzero(mass < 0).tolist()
@@ -337,8 +337,8 @@ class DiscreteLaw:
         """log(p/q): [outputs]."""
         with np.errstate(divide="ignore", invalid="ignore"):
             rise = self.gap / self.q
-            far = np.where(self.p > 0, np.log(self.p) - np.log(self.q), -np.inf)
-            return np.where(np.abs(rise) < _NEAR, np.log1p(rise), far)
+            plain = np.where(self.p > 0, np.log(self.p) - np.log(self.q), -np.inf)
+            return np.where(np.abs(rise) < _NEAR, np.log1p(rise), plain)
 
     def span(self, tail: float) -> tuple[float, float]:
         """Return finite losses with at most about `tail` of P and of Q on either side of them."""
@@ -366,7 +366,7 @@ class DiscreteLaw:
         return np.array([np.bincount(places, row, len(edges) + 1) for row in rows], np.float64)
 
     def sketch(self, tail: float) -> Sketch:
-        """Return some hundred groups of outputs, without losses that are rarer than `tail`."""
+        """Return a few hundred groups of outputs, without losses rarer than `tail`."""
         low, high = self.span(tail)
         edges = np.linspace(np.nextafter(low, -np.inf), high, SKETCH_NODES)
         return sketched(self, edges, self.centre(0.0))

@@ -41,7 +41,7 @@ _WIDTH, _LEAST_WIDTH, _DELTA_WIDTH = 1e-3, 1e-6, 0.05
 # Attempts for a wide interval, the smallest factor of the precision of the next one, and the share
 # of the last width above which further attempts are useless.
 _TRIES, _FINEST, _PROGRESS = 6, 1 / 64, 0.8
-_FAR = 5e-3  # relative width of an interval of ε that suggests a misplaced window
+_FAR = 5e-3  # a larger relative width of an interval of ε suggests a misplaced window
 # Numbers of different pairs, each with a transform: up to the first they get several attempts, up
 # to the second one attempt, and more are grouped.
 _REFINED, _GROUPS = 16, 32
@@ -79,9 +79,9 @@ def epsilon_interval(pairs: Pairs, delta: float) -> Ends:
         return gaussian.epsilon_interval(delta, z)
     if exposure(pairs) <= delta:
         return 0.0, 0.0
-    width, most = (_WIDTH, _LEAST_WIDTH), _largest_added(pairs)
+    width, largest = (_WIDTH, _LEAST_WIDTH), _largest_added(pairs)
     ends_of = epsilon_below, epsilon_above
-    low, up = _refined(pairs, delta, _aim_at_delta, ends_of, width, _power_of_two, most)
+    low, up = _refined(pairs, delta, _aim_at_delta, ends_of, width, _power_of_two, largest)
     is_wide = max(_FAR * up, _LEAST_WIDTH) < up - low < math.inf
     if low == 0.0 or not is_wide:
         return low, up
@@ -90,7 +90,7 @@ def epsilon_interval(pairs: Pairs, delta: float) -> Ends:
     def aim_at_low(counts: Pairs, _delta: float, direction: Direction) -> _Aim:
         return _aim_at_epsilon(counts, low, direction)
 
-    second = _refined(pairs, delta, aim_at_low, ends_of, width, int, most)
+    second = _refined(pairs, delta, aim_at_low, ends_of, width, int, largest)
     return max(low, second[0]), min(up, second[1])
 
 
@@ -104,8 +104,8 @@ def delta_interval(pairs: Pairs, epsilon: float) -> Ends:
     if z is not None:
         return gaussian.delta_interval(epsilon, z)
     ends_of, width = (delta_below, delta_above), (_DELTA_WIDTH, 0.0)
-    most = 0.0 if epsilon >= _largest_added(pairs) else 1.0
-    low, up = _refined(pairs, epsilon, _aim_at_epsilon, ends_of, width, int, most)
+    largest = 0.0 if epsilon >= _largest_added(pairs) else 1.0
+    low, up = _refined(pairs, epsilon, _aim_at_epsilon, ends_of, width, int, largest)
     return low, min(up, exposure(pairs))
 
 
@@ -122,8 +122,8 @@ def deltas_above(pairs: Pairs, epsilons: Sequence[float], near: Sequence[float])
     plan = tuple((pair, _power_of_two(n)) for pair, n in noisy.items())
     worse = np.zeros(len(epsilons))
     for direction in Direction:
-        most = _largest_added(pairs) if direction is Direction.ADD else math.inf
-        ups = np.where(np.array(epsilons) < most, exposure(pairs), 0.0)
+        largest = _largest_added(pairs) if direction is Direction.ADD else math.inf
+        ups = np.where(np.array(epsilons) < largest, exposure(pairs), 0.0)
         for delta in near if ups.any() else ():
             planned = _planned(plan, delta, _aim_at_delta, direction, 1.0)
             sums = _composed_above(noisy, exposed, *planned, direction)
@@ -170,16 +170,16 @@ def _share(pair: LossPair) -> float:
 
 def _largest_added(pairs: Pairs) -> float:
     """Return an upper bound of the loss of all events when a user is added."""
-    most = 0.0
+    total = 0.0
     for pair, count in pairs.items():
         if not isinstance(pair, PoissonPair) or pair.q == 1.0:
             return math.inf
-        most -= count * pair.examples * math.log1p(-pair.q)
-    return most * (1.0 + 2.0**-30)
+        total -= count * pair.examples * math.log1p(-pair.q)
+    return total * (1.0 + 2.0**-30)
 
 
 def _closed_form(pairs: Pairs) -> float | None:
-    """Return the z of the Gaussian that the pairs form, 0 if one has no noise, None if not one."""
+    """Return the z of the Gaussian that the pairs form, if any; 0 if a pair has no noise."""
     if any(pair.z == 0.0 for pair in pairs):
         return 0.0
     rounds = Counter[tuple[float, float]]()
@@ -213,21 +213,21 @@ def _refined(
     tries, precision = (_TRIES, 1.0) if len(pairs) <= _REFINED else (1, 4.0)
     low, up = dict.fromkeys(Direction, 0.0), {Direction.REMOVE: math.inf, Direction.ADD: most_added}
     for _ in range(tries):
-        last = max(up.values()) - max(low.values())
+        last_gap = max(up.values()) - max(low.values())
         for direction in Direction:
             if up[direction] <= max(low.values()):
                 continue
             if best:
                 window, lattice = _planned(plan_below, at, aim_at, direction, precision)
-                least = [(_at_most_as_bad(pair, lattice, direction), n) for pair, n in best.items()]
-                if parts := [(atoms, n) for atoms, n in least if atoms is not None]:
+                items = [(_at_most_as_bad(pair, lattice, direction), n) for pair, n in best.items()]
+                if parts := [(atoms, n) for atoms, n in items if atoms is not None]:
                     below = ends_of[0](compose_atoms(parts, window), at)
                     low[direction] = max(low[direction], below)
             planned = _planned(plan_above, at, aim_at, direction, precision)
             composition = _composed_above(noisy, exposed, *planned, direction)
             up[direction] = min(up[direction], ends_of[1](composition, at))
         gap, limit = max(up.values()) - max(low.values()), width[0] * max(up.values()) + width[1]
-        if not limit < gap < min(math.inf, _PROGRESS * last):
+        if not limit < gap < min(math.inf, _PROGRESS * last_gap):
             break
         precision *= max(0.4 * limit / gap, _FINEST)
     if not max(low.values()) <= max(up.values()):
@@ -244,7 +244,7 @@ def _composed_above(
 
 
 def _power_of_two(n: int) -> int:
-    """Return the least power of two that is not below n ≥ 1."""
+    """Return the least power of two that is at least n ≥ 1."""
     return 1 << (n - 1).bit_length()
 
 
@@ -267,14 +267,14 @@ def _at_least_as_bad(pair: LossPair, lattice: Lattice, direction: Direction) -> 
 
 @lru_cache(maxsize=_KEPT)
 def _at_most_as_bad(pair: LossPair, lattice: Lattice, direction: Direction) -> LossAtoms | None:
-    """Return a loss that is at most as bad, None if there is no such law or it has no mass."""
+    """Return a loss that is at most as bad; None if there is no such law or it has no mass."""
     law = pair.at_most_as_bad(lattice.tail)
     atoms = None if law is None else dominated(law, lattice, direction)
     return atoms if atoms is not None and atoms.mass.any() else None
 
 
 def _few(pairs: Pairs) -> tuple[Pairs, Pairs]:
-    """Return pairs at least as bad, and at most as bad, in few groups of each kind, in range.
+    """Return pairs at least as bad, and pairs at most as bad, in few groups per kind, in range.
 
     The former may have a larger q and a smaller z, and may keep a z below the range. The latter may
     have a larger z, and omit pairs that would need another change.
@@ -290,11 +290,11 @@ def _few(pairs: Pairs) -> tuple[Pairs, Pairs]:
         for bounds, settings_of in zip((above, below), groups, strict=True):
             for (q, z), count in settings_of.items():
                 pair = kind.at(max(q, _LEAST_PROBABILITY), z)
-                least, largest = _noise_range(pair)
+                smallest, largest = _noise_range(pair)
                 if bounds is above:
                     bounds[pair.at(pair.q, min(z, largest))] += count
                 elif q >= _LEAST_PROBABILITY and z <= largest:
-                    bounds[pair.at(pair.q, max(z, least))] += count
+                    bounds[pair.at(pair.q, max(z, smallest))] += count
     return above, below
 
 
@@ -314,8 +314,8 @@ def _split_by_noise(pairs: Pairs) -> tuple[Pairs, float]:
 def _noise_range(pair: LossPair) -> tuple[float, float]:
     """Return the range of z for computations, relative to the expected number of drawn examples."""
     expected = max(1.0, pair.q * pair.shift if isinstance(pair, GaussianPair) else 1.0)
-    users = isinstance(pair, PoissonPair) and pair.examples == 1
-    least = _LEAST_POISSON_NOISE if users else _LEAST_NOISE
+    of_users = isinstance(pair, PoissonPair) and pair.examples == 1
+    least = _LEAST_POISSON_NOISE if of_users else _LEAST_NOISE
     return least * expected, _MOST_NOISE * expected
 
 
@@ -361,7 +361,7 @@ class _Aim(NamedTuple):
 
 
 def _cumulant(pairs: Pairs, tail: float, direction: Direction, share: float = 1.0) -> _Cumulant:
-    """Return the cumulant without losses rarer than `tail`; laws may cut off a share of that."""
+    """Return the cumulant without losses rarer than `tail`; laws may cut off a share of it."""
     sketches = [pair.at_least_as_bad(share * tail).sketch(tail) for pair in pairs]
     shape = len(sketches), max(len(sketch.loss) for sketch in sketches)
     log_mass, loss = np.full(shape, -np.inf), np.zeros(shape)
@@ -399,7 +399,7 @@ def _aim_at_epsilon(pairs: Pairs, epsilon: float, direction: Direction) -> _Aim:
 
 
 def _chernoff(k: _Cumulant, epsilon: float, least: float) -> _Aim:
-    """Return the lowest Chernoff bound of log δ(ε) above `least`, and the smallest tilt for it."""
+    """Return the lowest Chernoff bound of log δ(ε), at least `least`, with its smallest tilt."""
     orders = _orders(k)
     bounds = [max(k(w) - w * epsilon - conversion(w), least) for w in orders]
     best = int(np.argmin(bounds))
@@ -435,7 +435,7 @@ def _resolved(
 
 
 def _window(k: _Cumulant, aim: _Aim, tilt: float, certainty: float) -> FftWindow:
-    """Return the window under this tilt, with its whole width as its step."""
+    """Return the window under this tilt; its step is its whole width."""
     at, spread = k(tilt), k.stddev(tilt)
     depth = certainty - min(0.0, aim.log_delta + tilt * aim.epsilon - at)
     etas = [float(u) / spread for u in np.geomspace(1e-3, 1e2, 17)]
@@ -445,7 +445,7 @@ def _window(k: _Cumulant, aim: _Aim, tilt: float, certainty: float) -> FftWindow
 
 
 def _step(k: _Cumulant, aim: _Aim, precision: float) -> float:
-    """Return about the largest step whose cost to the upper bound is within the tolerance.
+    """Return roughly the largest step whose cost to the upper bound is within the tolerance.
 
     A loss at the distance u from a lattice point is spread to its neighbours, which adds the
     variance u·(h − u), h²/6 on average, or u·h near the centre, which is a lattice point. A
@@ -471,7 +471,7 @@ def _step(k: _Cumulant, aim: _Aim, precision: float) -> float:
 
 
 def _orders(k: _Cumulant) -> list[float]:
-    """Return tilts up to far above the best for a normal loss, from where no loss matters on."""
+    """Return tilts from where no loss matters to far above the best tilt for a normal loss."""
     normal = 5.0 / k.stddev(0.0)
     low = min(math.exp(-6.0) * normal, 0.05 / k.largest)
     high = math.exp(6.0) * normal

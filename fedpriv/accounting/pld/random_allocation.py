@@ -53,7 +53,7 @@ from fedpriv.accounting.round_counts import Vector
 
 _ULP = 2.0**-53
 _PAIRS_AT_ONCE = 1 << 15
-_LEADING_BITS = 18  # of edges between intervals, above those that all have: 2 MB of a table
+_LEADING_BITS = 18  # of edges of intervals, after their common bits: a table of 2 MB
 _MASS_ERROR, _VALUE_ERROR = 1e-12, 3e-12  # relative, of the intervals of one round and their means
 _LARGEST_LOG = 500.0  # values beyond e^±500 are rounded, to avoid underflow of relevant products
 # Probabilities of tails that are cut off; points are dense down to their square roots.
@@ -124,9 +124,9 @@ def one_round(z: float, log_edges: Vector, shape: Shape) -> RatioSum:
 
 
 def add(first: RatioSum, second: RatioSum, log_edges: Vector, shape: Shape) -> RatioSum:
-    """Return the sum of two independent ones, of different rounds."""
+    """Return the sum of two independent variables, which belong to different rounds."""
     edge, shift = _edges(log_edges)
-    # The bits of positive numbers are in their order, so leading bits tell the interval of a value.
+    # Positive numbers are ordered like their bits, so leading bits determine a value's interval.
     keys, size = edge[1:].view(np.int64) >> shift, len(edge)
     table = np.repeat(np.arange(size), np.diff(keys, prepend=keys[0] - 1, append=keys[-1] + 1))
     mass, mean, terms = np.zeros(size), np.zeros(size), 0
@@ -152,7 +152,7 @@ def add(first: RatioSum, second: RatioSum, log_edges: Vector, shape: Shape) -> R
 
 
 def _edges(log_edges: Vector) -> tuple[Vector, int]:
-    """Return 0 and edges, rounded down to their leading bits, and how many bits are rounded off."""
+    """Return 0 and edges, rounded down to their leading bits, and the number of bits cut off."""
     bits = np.exp(log_edges).view(np.int64)
     shift = max(0, int(bits[-1] - bits[0]).bit_length() - _LEADING_BITS)
     return np.append(0.0, (np.unique(bits >> shift) << shift).view(np.float64)), shift
@@ -204,8 +204,8 @@ def _spaced(ends: Vector, scale: float, far: float) -> Vector:
     """Return points with distances that increase with the distance from the middle up to `far`.
 
     Ends are the lowest point, the lowest dense one, the middle, the highest dense one, and the
-    highest. δ depends on large ratios, so points below the middle may be farther apart, and hardly
-    on tails.
+    highest. δ depends on large ratios and hardly on tails, so points below the middle and in tails
+    may be farther apart.
     """
     least, low, middle, high, most = np.clip(ends, -_LARGEST_LOG, _LARGEST_LOG)
     first, last = (math.asinh((end - middle) / scale) for end in (least, most))
@@ -221,9 +221,9 @@ def _spaced(ends: Vector, scale: float, far: float) -> Vector:
 def allocation_pairs(rounds: int, participations: int, noise_multiplier: float) -> Pairs:
     """Return pairs that together dominate one pass when a user is added or removed.
 
-    They also do if rounds are chosen adaptively. For k = 1 and k = n they are the exact pair of the
-    pass. Otherwise there is one for each block of ⌊n/k⌋ or ⌈n/k⌉ rounds, whose lower bounds say
-    nothing about the pass.
+    This holds for adaptively chosen rounds too. For k = 1 and k = n it is the exact pair of the
+    pass. Otherwise there is one pair for each block of ⌊n/k⌋ or ⌈n/k⌉ rounds, and lower bounds of
+    these pairs say nothing about the pass.
 
     >>> sorted(allocation_pairs(11, 3, 1.0).items(), key=lambda item: item[0].rounds)
     [(AllocationPair(rounds=3, z=1.0), 1), (AllocationPair(rounds=4, z=1.0), 2)]
@@ -239,7 +239,7 @@ def allocation_pairs(rounds: int, participations: int, noise_multiplier: float) 
 
 @dataclass(frozen=True)
 class AllocationPair:
-    """The pair of a pass of n rounds with every user in exactly one of them.
+    """The pair of a pass of n rounds in which each user joins exactly one.
 
     More rounds are no worse: the mean of n ratios is the mean of the means of n − 1 of them. An n
     above 2³⁰ is computed as 2³⁰, and has no loss at most as bad. A loss at least as bad is infinite
@@ -255,7 +255,7 @@ class AllocationPair:
         return 1 / math.sqrt(self.rounds)
 
     def at(self, q: float, z: float) -> "AllocationPair":
-        """Return the pair of the same kind with other n, exact up to 2³⁰, and z."""
+        """Return the pair of the same kind with another n, exact up to 2³⁰, and z."""
         return AllocationPair(round(q**-2.0), z)
 
     def at_most_as_bad(self, tail: float) -> DiscreteLaw | None:
@@ -288,7 +288,7 @@ def _law(ratios: RatioSum, sign: int) -> DiscreteLaw:
 
 @dataclass(frozen=True)
 class SubsetPair:
-    """A pair that a pass with every user in k random rounds of n dominates.
+    """A pair dominated by a pass in which each user joins k random rounds of n.
 
     Outputs are put into bins, and dropped if they are rarer than 10⁻⁶⁰.
     """
@@ -299,11 +299,11 @@ class SubsetPair:
     q: float = 1.0
 
     def at(self, q: float, z: float) -> "SubsetPair":  # noqa: ARG002
-        """Return the pair of the same kind with other z."""
+        """Return the pair of the same kind with another z."""
         return replace(self, z=z)
 
     def at_least_as_bad(self, tail: float) -> DiscreteLaw:  # noqa: ARG002
-        """Return the pair's exact loss."""
+        """Return the pair's loss with its errors subtracted; it is for lower bounds only."""
         sums, error = _in_bins(self.rounds, self.participations, self.z, self.participations)
         value = self.rounds * sums[-1] / sums[0]
         return _law(RatioSum(self.rounds, value, sums[0], 0.0, 2 * error + 4 * _ULP, error), -1)

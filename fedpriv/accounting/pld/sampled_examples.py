@@ -90,7 +90,7 @@ def binomial(trials: int, q: float) -> Vector:
 
 @dataclass(frozen=True, eq=False)
 class MixtureLaw:
-    """The loss of Σ_j w_j·N(j, z²) against N(0, z²), for some counts j ≥ 0, not only 0."""
+    """The loss of Σ_j w_j·N(j, z²) against N(0, z²), for counts j ≥ 0, at least one positive."""
 
     counts: Vector  # [n] ascending
     weights: Vector  # [n] positive, with the sum 1
@@ -147,7 +147,7 @@ class MixtureLaw:
         return float(low), float(high)
 
     def centre(self, step: float) -> float:
-        """Return the loss that `LossLaw` wants, by a coarse search and fixed-point steps.
+        """Return the centre that `LossLaw` defines, by a coarse search and fixed-point steps.
 
         An interval with nearly all of the mass merges into the same point for any ends, so the
         result is exact if nearly all mass is in one.
@@ -234,7 +234,7 @@ class PoissonPair(GaussianPair):
 
     @property
     def shift(self) -> float:
-        """Distance k that a user moves the sum if all its examples are drawn."""
+        """Distance k by which a user moves the sum if all its examples are drawn."""
         return float(self.examples)
 
     def at_most_as_bad(self, tail: float) -> MixtureLaw:
