@@ -43,7 +43,7 @@ class AloneModel:
     ) -> TorchTensors:
         """Return one user's displacement after all steps on its examples, [1, *shape] by name.
 
-        It includes that of personal parameters, and the changes of control variates if any.
+        It includes personal parameters, and the changes of control variates if any.
         """
         with self.begun(start, training=True) as model:
             trained = [self._kept.tensors[name] for name in start.parameters]

@@ -1,7 +1,7 @@
 """The training of chunks on a GPU as CUDA graphs.
 
-Chunks of one shape run the same sequence of kernels, and Python takes longer to launch many of them
-than they take to run. So the first chunk of a shape is computed as on any device, the second is
+Chunks of one shape run the same sequence of kernels, and launching many of them from Python takes
+longer than running them. So the first chunk of a shape is computed as on any device, the second is
 captured as a graph, and later ones replay the graph, which launches its kernels together. A graph
 computes the sum of a chunk if the clipping is that of the previous round, and otherwise the updates
 of users. Its kernels are the same, so its results are equal to the last bit. `engine.roads` checks
@@ -52,7 +52,7 @@ class Graphs:
         self._clipping, self.steady = clipping, steady
 
     def may_capture(self, shape: Hashable) -> bool:
-        """Return whether capturing this shape has not failed before."""
+        """Return False if capturing this shape has failed before."""
         return self._captured.get(shape, shape) is not None
 
     def computed(
@@ -133,7 +133,7 @@ class _Graph:
         )
         self._copied = start  # the start whose numbers `_start` has
         self._given = {name: tensor.clone() for name, tensor in given.items()}
-        # Once before the capture, so that libraries have initialised themselves on the stream.
+        # A first run, in which libraries initialise themselves on the stream.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             compute(self._start, self._given)

@@ -1,4 +1,4 @@
-"""What earlier users leave behind, kept from later ones: in a model's state, and in memory.
+"""Keeps later users from data of earlier ones, in a model's state and in memory.
 
 Between users, `KeptModel` restores all tensors of a model and all attributes of its modules.
 
@@ -29,7 +29,7 @@ _FIXED = (
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a model, not copies, by their first names."""
+    """Return the parameters and buffers of a model themselves, by their first names."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
@@ -66,7 +66,7 @@ class KeptModel:
 
 
 class _Attributes:
-    """The attributes of a module."""
+    """The initial attributes of a module."""
 
     def __init__(self, module: nn.Module, memo: Mapping[int, object]) -> None:
         self._module, self._memo = module, memo

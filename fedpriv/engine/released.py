@@ -1,7 +1,7 @@
 """Released models, as modules and as files of safetensors with the whole state_dict.
 
-The file holds a tensor with several names, such as an embedding that is also a head, once. It is
-under the alphabetically first name, as `safetensors.torch.load_model` expects.
+The file holds a tensor with several names, such as an embedding that is also a head, once, under
+the alphabetically first name, as `safetensors.torch.load_model` expects.
 """
 
 import copy
@@ -23,7 +23,7 @@ from fedpriv.errors import DataError, ModelError
 from fedpriv.privacy.layout import Tensors
 from fedpriv.training.rounds import RoundResult, ServerState
 
-# Of the last round.
+# Fields of the last round's result.
 _RESULT_KEYS = ("run", "rounds", "epsilon", "delta", "unit", "relation", "randomness")
 
 
@@ -41,12 +41,11 @@ def released_model(
 ) -> bytes:
     """Return the model of a state as a file of safetensors, with its cost in the metadata.
 
-    The metadata have one key, "release", with a JSON object of: `round`; `run`, `rounds`, `epsilon`
-    ("Infinity" without noise), `delta`, `unit`, `relation` and `randomness` of the round's result,
-    and `as_if` of a projection;
-    `tied`, from each omitted name to the name in the file; `frozen`, with `names` of the tensors
-    that neither rounds nor users change, and `sha256`, their `sha256_of`; and `classes`, their
-    names, which must be public, unless some are "".
+    The metadata have one key, "release", with a JSON object. Its keys are `round`; `run`, `rounds`,
+    `epsilon` ("Infinity" without noise), `delta`, `unit`, `relation` and `randomness` of the
+    round's result, and `as_if` for a projection; `tied`, a table from omitted names to names in the
+    file; `frozen`, with the `names` of tensors that neither rounds nor users change, and `sha256`,
+    their `sha256_of`; and `classes`, their names, which must be public, unless some are "".
     """
     release: dict[str, object] = {"round": state.round}
     if classes and all(classes):
@@ -130,7 +129,7 @@ def sha256_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def state_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a model's state_dict, not copies, by all names."""
+    """Return the parameters and buffers of a model's state_dict themselves, by all names."""
     members = {id(tensor) for tensor in named_tensors(model).values()}
     state = model.state_dict(keep_vars=True)  # otherwise these would be different objects
     return {name: tensor for name, tensor in state.items() if id(tensor) in members}

@@ -1,4 +1,4 @@
-"""Training users side by side, in lanes of W rows, each with weights of its own.
+"""Training users side by side, in lanes of W rows, each with its own weights.
 
 All users of a group begin together, those with the most steps first. When users have taken their
 last step, the others continue in fewer lanes, if these suffice. A batch of more than W rows is
@@ -32,8 +32,8 @@ from fedpriv.training.request import LocalTraining
 
 _FEW_STEPS = (1, 2, 3, 4, 6, 8)
 _BLOCK = 64  # rows whose products are added at a time
-# How many multiplications take as long as the update of one weight in a step, and the least number
-# of weights of a layer for which this matters.
+# Number of multiplications that take as long as updating one weight in a step, and the smallest
+# number of weights of a layer to which this matters.
 _TOUCHES, _LARGE = 40, 2**15
 
 
@@ -72,7 +72,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class SideBySideModel:
-    """A copy of a task's model in which each user has weights of its own."""
+    """A copy of a task's model in which each user has its own weights."""
 
     kept: KeptModel
     weights: Mapping[str, Weights]  # trained parameters by name
@@ -123,7 +123,7 @@ class SideBySideModel:
             t._version != versions[name] or not torch.equal(t, initial[name])
             for name, t in kept.tensors.items()
         ):
-            raise MixingError("a model that changes its buffers keeps something of other users")
+            raise MixingError("a model that changes its buffers keeps data of other users")
         kept.put_back()
         rounded = {result.numel() // len(y) for call, result in calls if call.name in ROUNDED}
         layers = tuple(_layers(named, calls, len(y)))
@@ -145,7 +145,7 @@ class SideBySideModel:
             outputs = self._outputs(parameters, x, activations, learning or {})
             losses = task.losses_of(outputs, y.as_subclass(Rows))
         if not isinstance(losses, Rows):
-            raise MixingError("losses that are not of rows are not known to keep users apart")
+            raise MixingError("losses not computed from rows are not known to keep users apart")
         _refuse_other_gradients(losses)
         return losses.as_subclass(Tensor)
 
@@ -209,7 +209,7 @@ def _layers(
 
 
 def _numbers(calls: Sequence[Done]) -> int:
-    """Return how many numbers were computed, including the patches of convolutions."""
+    """Return the number of numbers computed, including the patches of convolutions."""
     results = [result for _, result in calls if isinstance(result, Rows)]
     memory = {r.untyped_storage().data_ptr(): r.untyped_storage().nbytes() for r in results}
     total = sum(memory.values()) // 4  # a result may be a view of new memory
@@ -241,7 +241,7 @@ class Group:
         settings = start.parameters, examples.lanes, steps, width, local.rate
         self._learning = {layer.keys[0]: layer.learning(*settings) for layer in self._lean}
         unused = {key for layer in self._lean for key in layer.keys}
-        # In the memory layout of their gradients, which convolutions compute by patches.
+        # They have the memory layout of their gradients, which convolutions compute by patches.
         parameters = {
             n: p.contiguous(memory_format=torch.channels_last) if p.dim() == 4 else p
             for n, p in start.parameters.items()
@@ -266,7 +266,7 @@ class Group:
         return {name: updates.pop(name) for name in self._names} | updates
 
     def _present(self, real: Tensor) -> Tensor | None:
-        """Return which lanes have rows that count, [l], or None if all have."""
+        """Return which lanes have rows that count, [l], or None if all do."""
         if not self._examples.rests:
             return None
         present = real.amax(1) > 0.0
@@ -293,8 +293,8 @@ class Group:
             )
             inputs = [*leaves.values(), *(layer.probe for layer in self._learning.values())]
             loss = (losses * rows(shares)).sum()
-            of_slice = torch.autograd.grad(loss, inputs, materialize_grads=True)
-            _add(gradients, dict(zip(leaves, of_slice, strict=False)), present)
+            slice_gradients = torch.autograd.grad(loss, inputs, materialize_grads=True)
+            _add(gradients, dict(zip(leaves, slice_gradients, strict=False)), present)
         active = self._present(window.real[: lanes[0], first])
         self._descent.step(parameters, gradients, active)
         for layer in self._learning.values():
