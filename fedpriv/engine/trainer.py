@@ -69,7 +69,7 @@ class ChunkSum:
 
 
 class _Sums:
-    """The contributions that have been added up so far, in a round with this start."""
+    """The sum of the contributions so far, in a round with this start."""
 
     def __init__(self, request: RoundRequest, start: RoundParameters) -> None:
         self.request, self.start = request, start
@@ -87,14 +87,14 @@ class _Sums:
             self.total += self.pending.pop(0)()
 
     def done(self, name: str) -> ChunkSum:
-        """Return the sum of everything, under this name."""
+        """Return the complete sum, under this name."""
         self.wait(0)
         partial = PartialSum(name, self.users, self.total.astype(np.int64), self.weight)
         return ChunkSum(partial, tuple(self.diagnostics), self.dropped, tuple(self.reasons))
 
 
 def blank(users: UserStore, rows: int = 1) -> dict[str, npt.NDArray[np.generic]]:
-    """Return rows of zeros to try a task on, since users' data must not decide if a round runs."""
+    """Return rows of zeros for trials, since users' data must not decide whether a round runs."""
     return {n: np.zeros((rows, *f.shape[1:]), f.dtype) for n, f in users.fields.items()}
 
 
@@ -235,14 +235,14 @@ class Trainer:
         fetch = _fetched(integer_sum(sent, clipping, weights) if total is None else total)
 
         def summed() -> npt.NDArray[np.int64]:
-            total, again = fetch(), partial(self._sent, request, start, examples)
-            self._look_for_lost(sums, chunk, _contributors(request, total), again)
+            total, retrain = fetch(), partial(self._sent, request, start, examples)
+            self._look_for_lost(sums, chunk, _contributors(request, total), retrain)
             return total
 
         sums.pending.append(summed)
 
     def _clip(self, sums: _Sums) -> None:
-        """Clip updates and add them up; those of users alone together, which takes less time."""
+        """Clip updates and add them up; joining those of users alone takes less time."""
         if not sums.unclipped:
             return
         chunks, sent, weights = zip(*sums.unclipped, strict=True)
@@ -265,8 +265,8 @@ class Trainer:
         if self.naming and sums.dropped is None and contributors < expected:
             norms = torch.stack([*group_norms(sent(), sums.request.clipping.sent).values()], 1)
             place = int((~torch.isfinite(norms).all(1)).nonzero()[0])
-            lost = replace(chunk, users=chunk.users[place:])
-            self._drop(sums, lost, "its update is not finite")
+            rest = replace(chunk, users=chunk.users[place:])
+            self._drop(sums, rest, "its update is not finite")
 
     def _drop(self, sums: _Sums, chunk: Chunk, reason: str, error: Exception | None = None) -> None:
         """Record that the first user of a chunk counts as zero."""
@@ -297,7 +297,7 @@ class Trainer:
     def _reported(
         self, request: RoundRequest, start: RoundParameters, examples: Examples, moved: Updates
     ) -> Updates:
-        """Return the updates and metrics of users who moved so far, [L, *shape] by name."""
+        """Return updates and metrics of users with displacements `moved`, [L, *shape] by name."""
         updates = {name: t for name, t in moved.items() if name not in start.personal}
         reported = TorchTensors()
         if request.measured:
@@ -369,11 +369,11 @@ class Trainer:
         starts, sizes = store.offsets[chunk.users], sizes_of(store, chunk.users)
         shape = chunk.width, chunk.lanes, store.rows
         schedule = Schedule.of(enrolled, starts, sizes, local, request.local_key, *shape)
-        # Lanes without users have rows of zeros, which a store in the CPU's memory does not.
+        # Lanes without users need a row of zeros, which a store in the CPU's memory lacks.
         lanes_on_cpu = self.device.type == "cpu" and chunk.shapes
         resident = self.resident if store is self.users and not lanes_on_cpu else None
-        given = schedule, store, self.device, self.task, resident
-        examples = Examples(chunk, enrolled, *given)
+        settings = schedule, store, self.device, self.task, resident
+        examples = Examples(chunk, enrolled, *settings)
         if self.device.type == "cpu" or not chunk.shapes:
             return examples
         measured = self.observed or bool(request.measured)
@@ -381,7 +381,7 @@ class Trainer:
 
 
 def _fetched(tensor: Tensor) -> Callable[[], npt.NDArray[Any]]:
-    """Begin to copy a tensor to the CPU; return a function that waits for the copy only."""
+    """Begin to copy a tensor to the CPU; return a function that waits for the copy alone."""
     if tensor.device.type != "cuda":
         return tensor.cpu().numpy
     memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

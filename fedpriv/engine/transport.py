@@ -32,7 +32,7 @@ from fedpriv.training.request import RoundRequest, Transport
 _log = logging.getLogger(__name__)
 
 _CHUNK_MEBIBYTES = 128  # on a CPU, where more memory makes training no faster
-_SMALL_SAMPLE, _LARGE_SAMPLE = 8, 64  # users who are tried before a simulation's first round
+_SMALL_SAMPLE, _LARGE_SAMPLE = 8, 64  # users to try before a simulation's first round
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class InProcessTransport(Transport):
         refuse_shared(self.users, "whole users train")
 
     def prepare(self, request: RoundRequest) -> None:
-        """Decide how users train, from public facts; ModelError or InvalidValueError if not."""
+        """Decide how users train, from public facts; ModelError or InvalidValueError if no way."""
         self.road(request)
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
@@ -187,7 +187,7 @@ class InProcessTransport(Transport):
         return None
 
     def road(self, request: RoundRequest) -> Road:
-        """Return how users train in such rounds; ModelError or InvalidValueError if they cannot."""
+        """Return how users train in such rounds; ModelError or InvalidValueError if none works."""
         expected = self.users.population if self.cohort is None else self.cohort
         local = replace(request.local, learning_rate=1.0)
         round_kind = local, request.measured, bool(request.control), expected, self.most_rows
@@ -233,7 +233,7 @@ class InProcessTransport(Transport):
 
     @property
     def _forking(self) -> bool:
-        """Whether users train in forks, which can be ended if they take too long."""
+        """True if users train in forks, which can be ended if they take too long."""
         return self.limited and self.device.type == "cpu" and can_fork()
 
     @cached_property
