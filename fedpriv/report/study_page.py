@@ -49,7 +49,7 @@ _LabelledLine = tuple[str, Line, Target]
 def line_of(
     name: str, x: Sequence[float], intervals: Sequence[Interval | None], *, bars: bool = False
 ) -> Series:
-    """Return a line of means over seeds, with their intervals if any has more than one seed."""
+    """Return a line of means over seeds, with intervals if there are several seeds."""
     low, high, means = (
         [getattr(interval, end, None) for interval in intervals] for end in ("low", "high", "mean")
     )
@@ -81,11 +81,11 @@ def arms_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart:
 def differences_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart | None:
     """Return a chart of paired differences from the baseline; None if there are none."""
     measure = measure_of(arms)
-    compared = [arm for arm in arms if measure.difference(arm) is not None]
-    if not compared:
+    summaries = [arm for arm in arms if measure.difference(arm) is not None]
+    if not summaries:
         return None
-    names, x = _names(arms), _arms_axis(study, compared)
-    series = _side_by_side(names, compared, measure.difference)
+    names, x = _names(arms), _arms_axis(study, summaries)
+    series = _side_by_side(names, summaries, measure.difference)
     # The zero line takes the baseline's place, so that arms keep their colours and markers.
     zero, ends = f"{study.baseline}, the baseline", x.ends or ()
     series[names.index(study.baseline)] = Series(zero, ends, [0.0, 0.0], dashed=True, marked=False)
@@ -97,7 +97,7 @@ def varied_charts(study: Study, arms: Sequence[ArmSummary]) -> list[Chart]:
     """Return charts of final accuracy against each number that the study varies.
 
     There is a chart for each target, with a line for each combination of the other settings that
-    arms vary; or, if there is one combination only, a single chart with a line for each target.
+    arms vary; or, if there is only one combination, a single chart with a line for each target.
     """
     charts, targets = [], _targets(arms)
     for count, axis in enumerate(numeric_axes(study)):
@@ -168,7 +168,7 @@ def write_study_charts(read: ReadStudy, folder: Path) -> list[Path]:
 
 
 def results_table(read: ReadStudy, target: Target) -> Table:
-    """Return a comparison of the arms at a target."""
+    """Return a table that compares the arms at a target."""
     study, arms = read.study, [arm for arm in read.arms if arm.target == target]
     measure, seeds = measure_of(arms), len(study.seeds)
     best = best_of(arms, measure) if len(arms) > 1 else None
@@ -200,7 +200,7 @@ def results_table(read: ReadStudy, target: Target) -> Table:
 
 
 def results_tables(read: ReadStudy, target: Target) -> list[Table]:
-    """Return the `results_table`, and a table of figures of arms and their users, if any."""
+    """Return the `results_table`, and a table of the arms' figures, if any."""
     tables = [results_table(read, target)]
     arms = [arm for arm in read.arms if arm.target == target and arm.figures]
     rows = [
@@ -218,7 +218,7 @@ def results_tables(read: ReadStudy, target: Target) -> list[Table]:
 
 
 def clipping_table(read: ReadStudy, target: Target) -> Table:
-    """Return the clipping of arms at a target, and their signals relative to the noise."""
+    """Return a table of the clipping of arms at a target, and of their signal to noise."""
     texts = [Column(name, "text") for name in ("arm", "updates clipped\n(%)", "layer")]
     numbers = [*map(Column, ("mean update\nnorm (L2)", "signal\nto noise", "updates/s"))]
     rows = []
@@ -235,7 +235,7 @@ def clipping_table(read: ReadStudy, target: Target) -> Table:
             rows.append((first, group or "", *(cells or ("", "", "")), last))
     caption = (
         f"At ε = {target.epsilon:g}: means over rounds and seeds, from users' data without "
-        "noise; they must not be published of real users"
+        "noise; they must not be published for real users"
     )
     return Table(caption, [*texts, *numbers], rows, simulation_only=True)
 
@@ -310,7 +310,7 @@ def _side_by_side(names: Sequence[str], arms: Sequence[ArmSummary], of: _Of) -> 
 
 
 def _arms_axis(study: Study, arms: Sequence[ArmSummary]) -> Axis:
-    """Return an axis of the targets, or of the arms if there is one target only."""
+    """Return an axis of the targets, or of the arms if there is only one target."""
     targets, level = _targets(arms), f"{study.level}-level ε"
     labels = [f"{target.epsilon:g}" for target in targets]
     title = f"{level} at δ = {targets[0].delta}"
@@ -322,7 +322,7 @@ def _arms_axis(study: Study, arms: Sequence[ArmSummary]) -> Axis:
 
 
 def _axis(name: str, unit: str, values: Sequence[float]) -> Axis:
-    """Return an axis for values; a log scale has a tick at each, unless they are many."""
+    """Return an axis for values; a log scale has a tick at each of a few values."""
     log = spans_decades(values)
     marks = sorted({float(f"{value:.3g}") for value in values}) if log else []
     ticks = tuple((value, f"{value:g}") for value in marks) if len(marks) <= 8 else ()
@@ -336,7 +336,7 @@ def _digits(value: float | None) -> str:
 def _rounds(arm: ArmSummary, level: float) -> str:
     """Return the median number of rounds in which an arm reached an accuracy, as text.
 
-    It includes the number of seeds that reached the accuracy if only some did.
+    If only some seeds reached the accuracy, it includes their number.
     """
     rounds, seeds = arm.rounds_to[level], len(arm.seeds)
     median = "never" if rounds.median is None else f"{rounds.median:g}"
@@ -473,12 +473,12 @@ def line_by_round(
     measure: Measure,
     x: Callable[[RunRecord], Iterable[float]] | None = None,
 ) -> Series:
-    """Return a line of means over runs by round, or by the means of numbers `x` of their rounds."""
+    """Return a line of means over runs by round, or by the mean of `x` over runs in each round."""
     rounds, intervals = over_seeds(runs, measure)
     if x is None:
         return line_of(name, rounds, intervals)
     places = [dict(zip((r.round for r in run.rounds), x(run), strict=True)) for run in runs]
-    return line_of(name, [fmean(of[number] for of in places) for number in rounds], intervals)
+    return line_of(name, [fmean(at[number] for at in places) for number in rounds], intervals)
 
 
 def over_seeds(records: Sequence[RunRecord], measure: Measure) -> tuple[list[int], list[Interval]]:
