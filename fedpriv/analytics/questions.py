@@ -564,10 +564,10 @@ class SecondMoments(Question):
         spread = sampling_spread(sampling) * np.sqrt(np.minimum(limit, limit[:, np.newaxis]))
         return self.normal_answer(value, noise, spread)
 
-    def _matrix(self, diagonal: FloatVector, above: FloatVector | float) -> FloatMatrix:
+    def _matrix(self, diagonal: FloatVector, upper: FloatVector | float) -> FloatMatrix:
         """Return the symmetric matrix [D, D] that a contribution of these two parts encodes."""
         matrix = np.zeros((self.inputs, self.inputs))
-        matrix[np.triu_indices(self.inputs, 1)] = above / (math.sqrt(2.0) * SHRINK)
+        matrix[np.triu_indices(self.inputs, 1)] = upper / (math.sqrt(2.0) * SHRINK)
         matrix += matrix.T
         np.fill_diagonal(matrix, diagonal / SHRINK)
         return matrix

@@ -146,7 +146,7 @@ class Canaries:
 
     @cached_property
     def included(self) -> Flags:
-        """Whether each canary is included, by fair coins: [m]."""
+        """True for each canary that is included, by fair coins: [m]."""
         return self._coins("included") > 0.0
 
     def signs(self, round_number: int, attempt: int) -> FloatVector:

@@ -139,7 +139,7 @@ def conclude(
         sums = np.sum([measurement.scores for measurement in measurements], axis=0)
     bound, verdict = (right_guesses(ratios, included, r) for r in (counts.bound, counts.verdict))
     mu = least_mu(canaries.count, counts.bound, bound, ERROR) if measurements else 0.0
-    level, fresh, refutations = noise_level(measurements), noise_fresh(measurements), []
+    level, freshness, refutations = noise_level(measurements), noise_fresh(measurements), []
     error = ERROR - 2.0 * _NOISE_ERROR
     if measurements and refutes(
         trade_off(events, accountant), canaries.count, counts.verdict, verdict, error
@@ -150,8 +150,8 @@ def conclude(
         )
     if level < _NOISE_ERROR:
         refutations.append(f"the noise is weaker than charged (p = {level:.1g})")
-    elif fresh < _NOISE_ERROR:  # weak noise also brings releases closer to each other
-        refutations.append(f"noise was used twice (p = {fresh:.1g})")
+    elif freshness < _NOISE_ERROR:  # weak noise also brings releases closer to each other
+        refutations.append(f"noise was used twice (p = {freshness:.1g})")
     return AuditResult(
         canaries=canaries.count,
         included=int(included.sum()),
@@ -166,7 +166,7 @@ def conclude(
         epsilon=claim,
         delta=delta,
         noise_level=level,
-        noise_fresh=fresh,
+        noise_fresh=freshness,
         refutations=tuple(refutations),
         scores=tuple(ratios.tolist()),
         there=tuple(included.tolist()),
@@ -279,9 +279,9 @@ def best_guesses(canaries: int, mu: float, error: float) -> int:
             _share_above, -40.0, _LARGEST_MU + 40.0, args=(mu, 2.0 * half / canaries)
         )
         correct = float(ndtr(mu - threshold)) * canaries  # expected; the bound is interpolated
-        below = math.floor(correct)
-        ends = [least_mu(canaries, 2 * half, min(c, 2 * half), error) for c in (below, below + 1)]
-        bound = ends[0] + (correct - below) * (ends[1] - ends[0])
+        lower = math.floor(correct)
+        ends = [least_mu(canaries, 2 * half, min(c, 2 * half), error) for c in (lower, lower + 1)]
+        bound = ends[0] + (correct - lower) * (ends[1] - ends[0])
         if bound > best_bound:
             best_count, best_bound = 2 * half, bound
         elif bound < _WORSE * best_bound:

@@ -126,16 +126,16 @@ def from_readers(users: Iterable[tuple[str, Callable[[], Mapping[str, ColumnLike
     usual = _usual_part([*parts.values()])
     if broken and not usual:
         raise DataError(next(iter(broken.values())))
-    empty = {name: array[:0] for name, array in usual.items()}
+    no_rows = {name: array[:0] for name, array in usual.items()}
     for user_id, part in parts.items():
         try:
-            parts[user_id] = _as_others(part, usual) if _length(part) else empty
+            parts[user_id] = _as_others(part, usual) if _length(part) else no_rows
         except DataError as error:
-            parts[user_id], broken[user_id] = empty, str(error)
-    joined = {name: np.concatenate([part[name] for part in parts.values()]) for name in usual}
+            parts[user_id], broken[user_id] = no_rows, str(error)
+    fields = {name: np.concatenate([part[name] for part in parts.values()]) for name in usual}
     sizes = [_length(part) for part in parts.values()]
     reasons = {n: f"user {i!r}: {broken[i]}" for n, i in enumerate(parts) if i in broken}
-    return UserStore(joined, offsets_of(sizes), as_id_array(list(parts)), reasons)
+    return UserStore(fields, offsets_of(sizes), as_id_array(list(parts)), reasons)
 
 
 def _arrays_of(fields: Mapping[str, ColumnLike]) -> dict[str, Array]:
@@ -153,12 +153,12 @@ def _length(part: Mapping[str, Array]) -> int:
 
 def _usual_part(parts: Sequence[dict[str, Array]]) -> dict[str, Array]:
     """Return fields that have the names, types and shapes of most fields with rows."""
-    filled = [part for part in parts if _length(part)] or [part for part in parts if part] or [{}]
+    usable = [part for part in parts if _length(part)] or [part for part in parts if part] or [{}]
     forms = [
         tuple(sorted((name, array.dtype.kind, array.shape[1:]) for name, array in part.items()))
-        for part in filled
+        for part in usable
     ]
-    return filled[forms.index(Counter(forms).most_common(1)[0][0])]
+    return usable[forms.index(Counter(forms).most_common(1)[0][0])]
 
 
 def _as_others(part: dict[str, Array], usual: Mapping[str, Array]) -> dict[str, Array]:

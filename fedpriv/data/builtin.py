@@ -56,8 +56,8 @@ def load_digits(
     elif partition == "iid":
         description, user_of_row = "iid", partitioners.iid(len(train), users, seed)
     else:
-        legal = known_names(str(partition), ["iid", "dirichlet", "shards"])
-        raise InvalidValueError(f"unknown partition {partition!r}; {legal}")
+        hint = known_names(str(partition), ["iid", "dirichlet", "shards"])
+        raise InvalidValueError(f"unknown partition {partition!r}; {hint}")
     store = partitioners.partition({"x": x[train], "y": y[train]}, user_of_row)
     name = f"digits: {users} users, {description}, seed {seed}"
     return Population(name, store, {"x": x[test], "y": y[test]})
@@ -88,8 +88,8 @@ def synthetic_population(
     sides = tuple(check_count("each side of shape", side) for side in shape)
     sizes = examples_per_user
     if isinstance(sizes, Sequence) and len(sizes) != 2:
-        legal = "a whole number or a pair (low, high)"
-        raise InvalidValueError(f"examples_per_user is {sizes!r}; it must be {legal}")
+        limit = "a whole number or a pair (low, high)"
+        raise InvalidValueError(f"examples_per_user is {sizes!r}; it must be {limit}")
     if isinstance(sizes, Sequence):
         low = check_count("low of examples_per_user", sizes[0], least=0)
         high = check_count("high of examples_per_user", sizes[1], least=max(low, 1))

@@ -73,10 +73,10 @@ def columns_of(rows: Rows, what: str = "rows") -> dict[str, ColumnLike]:
         kind = f"a {type(rows).__name__} of {len(rows)}"
         raise DataError(f"{what} cannot be read from {kind}; give a pair: inputs and targets")
     inputs, targets = rows
-    named = dict(inputs) if isinstance(inputs, Mapping) else {"x": inputs}
-    if "y" in named:
+    fields = dict(inputs) if isinstance(inputs, Mapping) else {"x": inputs}
+    if "y" in fields:
         raise DataError("an input is named 'y'; only the targets may have that name")
-    return {**named, "y": _only_column(targets)}
+    return {**fields, "y": _only_column(targets)}
 
 
 def _columns_of_items(what: str, dataset: _Dataset) -> dict[str, ColumnLike]:
@@ -255,8 +255,8 @@ def refuse_missing(what: str, array: Array) -> None:
 
 def is_frame(table: object) -> TypeGuard[_Frame]:
     """Return whether an object has named columns, as frames of pandas, polars and pyarrow do."""
-    named = hasattr(table, "columns") or hasattr(table, "column_names")
-    if not named or not hasattr(table, "__getitem__") or isinstance(table, Mapping):
+    has_names = hasattr(table, "columns") or hasattr(table, "column_names")
+    if not has_names or not hasattr(table, "__getitem__") or isinstance(table, Mapping):
         return False
     # A torch dataset may have any attributes.
     return not any(kind.__module__.startswith("torch.utils.data") for kind in type(table).__mro__)
@@ -357,13 +357,13 @@ class FrameRows:
             kind = f"{what} is a {type(frame).__name__}"
             raise DataError(f"{kind}; it must be a table with named columns, as pandas has")
         columns = columns_by_name(frame)
-        others = [*_listed(y), *([] if user is None else [user])]
-        inputs = [name for name in columns if name not in (*others, *by)] if x is None else x
-        for name in (*_listed(inputs), *others, *by):
+        reserved = [*_listed(y), *([] if user is None else [user])]
+        inputs = [name for name in columns if name not in (*reserved, *by)] if x is None else x
+        for name in (*_listed(inputs), *reserved, *by):
             if name not in columns:
                 hint = known_names(str(name), map(str, columns))
                 raise DataError(f"{what} has no column {name!r}; {hint}")
-            if name in others and name in _listed(inputs):
+            if name in reserved and name in _listed(inputs):
                 raise DataError(f"column {name!r} is an input and y or user; it must be only one")
             if name in by and str(name) in ("x", "y") and name != y:
                 raise DataError(f"by names a column {name!r}; its name must not be 'x' or 'y'")
@@ -469,8 +469,8 @@ def _places(labels: Array, classes: Classes) -> tuple[Array, Faults]:
     """
     why = f"field 'y' has no label, or one that is none of the classes {[*classes]}"
     if labels.dtype.kind not in "US" and all(isinstance(label, str) for label in classes):
-        beyond = cast(NDArray[np.int64], labels) >= len(classes)
-        return labels, dict.fromkeys(np.nonzero(beyond)[0].tolist(), f"{why}, numbered from 0")
+        is_beyond = cast(NDArray[np.int64], labels) >= len(classes)
+        return labels, dict.fromkeys(np.nonzero(is_beyond)[0].tolist(), f"{why}, numbered from 0")
     distinct, inverse = np.unique(labels, return_inverse=True)
     place_of = {label: place for place, label in enumerate(classes)}
     place_by_label = np.array([place_of.get(label, -1) for label in distinct.tolist()], np.int64)

@@ -110,8 +110,8 @@ def load_hugging_face(
         source = Path(train).name
     else:
         values = f"dataset is {dataset!r}, train {train!r} and test {test!r}"
-        legal = "dataset, a name on the Hugging Face hub, or both paths must be given"
-        raise InvalidValueError(f"{values}; either {legal}")
+        limit = "dataset, a name on the Hugging Face hub, or both paths must be given"
+        raise InvalidValueError(f"{values}; either {limit}")
     _check_classes(rows, held_out, names)
     classes = getattr(rows.features.get(str(columns.get("y"))), "names", None)
     if owners is not None and user_column is None:
@@ -123,8 +123,8 @@ def load_hugging_face(
         store = from_partitioner(rows, partitioner_object, columns)
     else:
         values = f"user_column is {user_column!r} and partitioner {partitioner!r}"
-        legal = "exactly one must be given, and arguments only with a partitioner"
-        raise InvalidValueError(f"{values}; {legal}")
+        limit = "exactly one must be given, and arguments only with a partitioner"
+        raise InvalidValueError(f"{values}; {limit}")
     test_fields = _with_images(_whole(_columns(held_out, columns)))
     if user_column is not None and user_column in held_out.column_names:
         test_fields |= _held_out_owners(store, held_out, user_column)
@@ -234,8 +234,8 @@ def _table_of_files(place: Path, texts: Sequence[str]) -> "Table":
     files = sorted(place.iterdir()) if place.is_dir() else [place]
     kinds = {file.suffix for file in files}
     if len(kinds) != 1 or not kinds <= readers.keys():
-        legal = f"a folder saved by save_to_disk, or {', '.join(readers)} files of one kind"
-        raise DataError(f"{place} is not a dataset; it must be {legal}")
+        limit = f"a folder saved by save_to_disk, or {', '.join(readers)} files of one kind"
+        raise DataError(f"{place} is not a dataset; it must be {limit}")
     reader = readers[kinds.pop()]
     return pyarrow.concat_tables([reader(file) for file in files], promote_options="permissive")
 

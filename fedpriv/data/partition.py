@@ -107,14 +107,14 @@ def _draw_labels(
 ) -> NDArray[np.int64]:
     # Draws beyond the rows of a label are repeated among the other labels. The distribution is that
     # of single draws without the labels that are used up.
-    drawn = np.zeros_like(remaining)
-    while (missing := size - int(drawn.sum())) > 0:
-        available = remaining - drawn
+    counts = np.zeros_like(remaining)
+    while (shortage := size - int(counts.sum())) > 0:
+        available = remaining - counts
         weights = np.where(available > 0, mixture, 0.0)
         if not weights.sum() > 0.0:
             weights = available.astype(np.float64)
-        drawn += np.minimum(rng.multinomial(missing, weights / weights.sum()), available)
-    return drawn
+        counts += np.minimum(rng.multinomial(shortage, weights / weights.sum()), available)
+    return counts
 
 
 def _even_sizes(rows: int, parts: int) -> NDArray[np.int64]:

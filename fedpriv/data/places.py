@@ -31,10 +31,10 @@ def in_places(users: UserStore, examples_per_user: int) -> UserStore:
     shared = ROW_OWNERS in users.fields
     rows = shared_among(users, k) if shared else _evenly_spaced(users, k)
     counts = np.diff(np.searchsorted(rows, users.offsets))
-    filled = np.arange(k) < counts[:, np.newaxis]
+    is_filled = np.arange(k) < counts[:, np.newaxis]
     fields = users.fields if len(rows) == users.rows else users.take(rows)
     fields = {name: field for name, field in fields.items() if name != ROW_OWNERS}
-    return UserStore(fields, offsets_of(filled.ravel().astype(np.int64)))
+    return UserStore(fields, offsets_of(is_filled.ravel().astype(np.int64)))
 
 
 def shared_among(users: UserStore, examples_per_user: int) -> NDArray[np.int64]:

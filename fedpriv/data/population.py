@@ -121,8 +121,8 @@ class UserStore:
         if ROW_OWNERS in self.fields:
             raise DataError(next(iter(broken.values())))
         whole = ~np.isin(np.arange(self.population), [*broken])
-        chosen = np.repeat(whole, self.sizes)
-        fields = {name: column[chosen] for name, column in self.fields.items()}
+        selection = np.repeat(whole, self.sizes)
+        fields = {name: column[selection] for name, column in self.fields.items()}
         return replace(self, fields=fields, offsets=offsets_of(self.sizes * whole), broken=broken)
 
     def refuse_broken(self) -> None:
@@ -180,16 +180,16 @@ class UserStore:
 
     def subset(self, users: NDArray[np.integer] | Sequence[int]) -> "UserStore":
         """Return a store of users at distinct positions, with their ids and copies of rows."""
-        chosen = np.asarray(users, dtype=None if len(users) else np.int64)
-        _check_positions("users", chosen, self.population)
-        if chosen.ndim != 1:
-            raise InvalidValueError(f"users have shape {chosen.shape}; they must be a list")
-        starts = self.offsets[chosen]
-        sizes = self.offsets[chosen + 1] - starts
+        positions = np.asarray(users, dtype=None if len(users) else np.int64)
+        _check_positions("users", positions, self.population)
+        if positions.ndim != 1:
+            raise InvalidValueError(f"users have shape {positions.shape}; they must be a list")
+        starts = self.offsets[positions]
+        sizes = self.offsets[positions + 1] - starts
         offsets = offsets_of(sizes)
         rows = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], sizes)
-        ids = chosen if self.user_ids is None else np.asarray(self.user_ids)[chosen]
-        olds = enumerate(chosen.tolist())
+        ids = positions if self.user_ids is None else np.asarray(self.user_ids)[positions]
+        olds = enumerate(positions.tolist())
         broken = {new: self.broken[old] for new, old in olds if old in self.broken}
         return UserStore(self.take(rows), offsets, ids, broken)
 
@@ -546,8 +546,8 @@ def load_population(name: str, options: Mapping[str, object]) -> Population:
 def check_count(name: str, value: object, least: int = 1) -> int:
     """Return `value` as an int; InvalidValueError unless it is a whole number ≥ `least`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        legal = f"a whole number of at least {least}"
-        raise InvalidValueError(f"{name} is {value!r}; it must be {legal}")
+        limit = f"a whole number of at least {least}"
+        raise InvalidValueError(f"{name} is {value!r}; it must be {limit}")
     return int(value)
 
 
@@ -570,8 +570,8 @@ def spread_over(offsets: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
 
     Row j of a user, from 0, belongs to it if ⌊(j + 1)·share⌋ > ⌊j·share⌋.
     """
-    within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
-    return np.floor((within + 1) * share) > np.floor(within * share)
+    number = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
+    return np.floor((number + 1) * share) > np.floor(number * share)
 
 
 def as_id_array(ids: Sequence[object] | Array) -> IdArray:
@@ -588,9 +588,9 @@ def as_id_array(ids: Sequence[object] | Array) -> IdArray:
     if isinstance(ids, np.ndarray) and ids.dtype.kind in "iuU" and not np.ma.isMaskedArray(ids):
         return ids
     values = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
-    legal = str if values and isinstance(values[0], str) else (int, np.integer)
+    kinds = str if values and isinstance(values[0], str) else (int, np.integer)
     for position, value in enumerate(values):
-        if isinstance(value, bool) or not isinstance(value, legal):
+        if isinstance(value, bool) or not isinstance(value, kinds):
             place = f"user id number {position} is {value!r}"
             raise DataError(
                 f"{place}; ids must be all strings or all integers, so leave out rows without an "
@@ -643,15 +643,15 @@ def _check_read_apart(ids: list[str]) -> None:
     """Raise DataError if an id is empty, or if two ids read alike."""
     plains = [*map(plain_id, ids)]
     if "" in plains:
-        empty = ids[plains.index("")]
-        raise DataError(f"user id {empty!r} is empty; every row must name its user")
+        blank = ids[plains.index("")]
+        raise DataError(f"user id {blank!r} is empty; every row must name its user")
     if plains == ids:  # ids are distinct
         return
     first: dict[str, str] = {}
-    for plain, user in zip(plains, ids, strict=True):
-        if (other := first.setdefault(plain, user)) != user:
-            alike = f"user ids {other!r} and {user!r} differ in spaces or Unicode's form alone"
-            raise DataError(f"{alike}; each user must occur once")
+    for form, user in zip(plains, ids, strict=True):
+        if (previous := first.setdefault(form, user)) != user:
+            pair = f"user ids {previous!r} and {user!r} differ in spaces or Unicode's form alone"
+            raise DataError(f"{pair}; each user must occur once")
 
 
 def _check_owners(users: UserStore) -> None:
@@ -755,8 +755,8 @@ def _write_parts(folder: Path, parts: Iterable[UserStore]) -> None:
                     sentence = f"field {name!r} is {one} per row in one part, {other} in another"
                     raise DataError(sentence)
                 np.ascontiguousarray(column).tofile(files[name])
-            before = sum(map(len, sizes))
-            broken |= {before + user: why for user, why in part.broken.items()}
+            first_user = sum(map(len, sizes))
+            broken |= {first_user + user: why for user, why in part.broken.items()}
             sizes.append(part.sizes)
             ids += [] if part.user_ids is None else [as_id_array(part.user_ids)]
         if not sizes:

@@ -95,9 +95,9 @@ class Descent:
             control = self._control.get(name, gradient.new_zeros(()))
             state = parameters[name], memory, control, name in self._personal
             step = local.direction(LocalStep(self._steps, gradient, *state))
-            direction, after = _checked(local, step, gradient)
-            for tensor, new in zip(memory, after, strict=True):
-                tensor.copy_(new)
+            direction, values = _checked(local, step, gradient)
+            for tensor, value in zip(memory, values, strict=True):
+                tensor.copy_(value)
             moves[name] = direction * -self._rate
         return moves
 

@@ -86,8 +86,8 @@ class Examples:
     @property
     def shape(self) -> tuple[int, ...]:
         """The numbers that determine which kernels a GPU runs."""
-        schedule, measured = self.schedule, self.made_of.get(_ORDER + _REAL)
-        blocks = 0 if measured is None else measured.shape[1]
+        schedule, order = self.schedule, self.made_of.get(_ORDER + _REAL)
+        blocks = 0 if order is None else order.shape[1]
         steps = len(self.slices), schedule.slices, schedule.width
         return self.lanes, *steps, blocks, int(self.rests)
 

@@ -56,10 +56,10 @@ class Indices:
 
     def _suspects(self, users: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the users with an integer outside the legal ranges; each is examined once."""
-        new = users[~self._seen[users]]
-        if len(new):
-            self._suspect[new] = self._beyond(new)
-            self._seen[new] = True
+        newcomers = users[~self._seen[users]]
+        if len(newcomers):
+            self._suspect[newcomers] = self._beyond(newcomers)
+            self._seen[newcomers] = True
         return users[self._suspect[users]]
 
     def _beyond(self, users: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -73,10 +73,10 @@ class Indices:
             field = cast(npt.NDArray[np.integer], self._users.fields[name])
             memory = np.empty((len(rows), *field.shape[1:]), field.dtype)
             self._users.take(rows, {name: memory})
-            beyond = (memory < low) | (memory > high)
+            is_beyond = (memory < low) | (memory > high)
             if name == self._task.targets and self.may_ignore:
-                beyond &= memory != self._task.ignore_index
-            suspect |= np.logical_or.reduceat(beyond.reshape(len(rows), -1).any(1), firsts)
+                is_beyond &= memory != self._task.ignore_index
+            suspect |= np.logical_or.reduceat(is_beyond.reshape(len(rows), -1).any(1), firsts)
         return suspect
 
     @cached_property
@@ -97,7 +97,7 @@ class Indices:
 
     @cached_property
     def may_ignore(self) -> bool:
-        """Whether the task's `ignore_index` is legal as a target."""
+        """True if the task's `ignore_index` is legal as a target."""
         return self._all_legal(self._task.targets, self._task.ignore_index)
 
     def _ends(self, name: str) -> tuple[int, int]:
@@ -136,6 +136,6 @@ def _last(is_legal: Callable[[int], bool], end: int) -> int:
             refused = candidate
             break
         accepted = candidate
-    between = range(accepted + 1, refused)
-    accepted += bisect_left(between, 1, key=lambda number: not is_legal(sign * number))
+    candidates = range(accepted + 1, refused)
+    accepted += bisect_left(candidates, 1, key=lambda number: not is_legal(sign * number))
     return sign * accepted

@@ -90,8 +90,8 @@ class Call:
 
     def given(self, *names: str) -> list[Any]:
         """Return the arguments with these names, which is also their order; None if absent."""
-        named = {**dict(zip(names, self.args, strict=False)), **self.options}
-        return [named.get(name) for name in names]
+        by_name = {**dict(zip(names, self.args, strict=False)), **self.options}
+        return [by_name.get(name) for name in names]
 
     def need(self, condition: bool) -> None:  # noqa: FBT001
         """Raise MixingError unless a condition holds under which the call keeps users apart."""
@@ -100,8 +100,8 @@ class Call:
 
     def changed(self, change: Callable[[Any], Any]) -> Any:
         """Return torch's result for changed arguments."""
-        named = {name: change(value) for name, value in self.options.items()}
-        return self.function(*map(change, self.args), **named)
+        by_name = {name: change(value) for name, value in self.options.items()}
+        return self.function(*map(change, self.args), **by_name)
 
     def as_rows(self) -> Any:
         """Return torch's result as rows."""
@@ -187,8 +187,8 @@ class Lanes(TorchFunctionMode):
         if self._derived is not None:
             others = (t for t in call.tensors if not isinstance(t, Rows | Weights))
             call.need(not any(t in self._derived for t in others))
-        turned = any(isinstance(t, Rows) and t.axis for t in call.tensors)
-        rule = (_TURNED_RULES if turned else _RULES).get(call.name)
+        is_permuted = any(isinstance(t, Rows) and t.axis for t in call.tensors)
+        rule = (_TURNED_RULES if is_permuted else _RULES).get(call.name)
         call.need(rule is not None and call.options.get("out") is None)
         result = cast(Rule, rule)(self, call)
         if self._calls is not None:
@@ -509,8 +509,8 @@ def _rectified(lanes: Lanes, call: Call) -> Any:
     x, weight = call.given("input", "weight")
     call.need(isinstance(x, Rows) and x.dim() >= 2)
     slopes = weight if weight.numel() == 1 else _channels(weight, x.dim())
-    below = _pointwise(lanes, Call(torch.mul, "mul", (x, slopes), {}))
-    return _as_rows(torch.where(x > 0, x, below))
+    negative_part = _pointwise(lanes, Call(torch.mul, "mul", (x, slopes), {}))
+    return _as_rows(torch.where(x > 0, x, negative_part))
 
 
 def _attention(_: Lanes, call: Call) -> Any:

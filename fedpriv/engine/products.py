@@ -182,7 +182,7 @@ class Window:
 def patches(images: Tensor, window: Window) -> Tensor:
     """Return the patches of images [N, height, width, channels] at each position of the window.
 
-    The result is [N, rows, columns, kernel height · kernel width · channels], in memory of its own.
+    The result is [N, rows, columns, kernel height · kernel width · channels], in new memory.
     """
     count, height, width, channels = images.shape
     (up, left), (rows, columns) = window.padding, window.positions(height, width)
@@ -393,4 +393,4 @@ class _Through(torch.autograd.Function):
 _through: Callable[..., Tensor] = _Through.apply
 
 OWN_FUNCTIONS = (_Multiplied, _Patched, _Through)
-"""Functions of this module with gradients of their own, which keep users apart."""
+"""Functions of this module with their own gradients, which keep users apart."""

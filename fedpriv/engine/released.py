@@ -27,11 +27,11 @@ from fedpriv.training.rounds import RoundResult, ServerState
 _RESULT_KEYS = ("run", "rounds", "epsilon", "delta", "unit", "relation", "randomness")
 
 
-def released(task: Task, moved: Tensors) -> nn.Module:
+def released(task: Task, values: Tensors) -> nn.Module:
     """Return a copy of a task's model in evaluation mode, with the tensors that rounds released."""
     model = copy.deepcopy(task.model).eval()
     tensors = named_tensors(model)
-    for name, array in moved.items():
+    for name, array in values.items():
         tensors[name].data = torch.tensor(array).to(tensors[name])
     return model
 
@@ -58,11 +58,11 @@ def released_model(
             if math.isinf(result.epsilon):  # not a number in JSON
                 release["epsilon"] = "Infinity"
     tensors, release["tied"] = _deduplicated(task.model)
-    frozen, named = frozen_of(task), named_tensors(task.model)
+    frozen, members = frozen_of(task), named_tensors(task.model)
     release["frozen"] = {"names": [*frozen], "sha256": sha256_of(frozen)}
-    moved = {id(named[name]): torch.tensor(array) for name, array in state.model.items()}
+    new_tensors = {id(members[name]): torch.tensor(array) for name, array in state.model.items()}
     copies = {
-        name: moved.get(id(t), t).detach().to("cpu", t.dtype, copy=True).contiguous()
+        name: new_tensors.get(id(t), t).detach().to("cpu", t.dtype, copy=True).contiguous()
         for name, t in tensors.items()
     }
     # One key, since safetensors writes several in any order, and equal runs must have equal files.
@@ -91,17 +91,17 @@ def read_released(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
 
 def frozen_of(task: Task) -> dict[str, Tensor]:
     """Return the tensors of a model that neither rounds nor users change, by names in the file."""
-    named, (tensors, _) = named_tensors(task.model), _deduplicated(task.model)
-    changing = {id(named[name]) for name in (*task.trainable(), *task.statistics())}
+    members, (tensors, _) = named_tensors(task.model), _deduplicated(task.model)
+    changing = {id(members[name]) for name in (*task.trainable(), *task.statistics())}
     return {name: tensor for name, tensor in tensors.items() if id(tensor) not in changing}
 
 
 def check_can_be_released(task: Task) -> None:
     """Raise ModelError unless a file can hold the whole state_dict of the task's model."""
-    named, (tensors, _) = named_tensors(task.model), _deduplicated(task.model)
+    members, (tensors, _) = named_tensors(task.model), _deduplicated(task.model)
     in_file = {id(tensor) for tensor in tensors.values()}
     for name in task.trainable():
-        if id(named[name]) not in in_file:
+        if id(members[name]) not in in_file:
             raise ModelError(
                 f"parameter {name!r} is trained and absent from the model's state_dict, so no file "
                 "could hold it; the state_dict must hold every parameter itself"

@@ -338,9 +338,9 @@ class _Trials:
         """Return a SHA-256 digest of each user's contribution; the users train in this order."""
         digests = {}
         for chunk in self._chunks(road, users):
-            sent = self.trainer.sent(self.request, self._start, chunk, self._store)
+            updates = self.trainer.sent(self.request, self._start, chunk, self._store)
             for lane, user in enumerate(chunk.users.tolist()):
-                parts = (tensor[lane : lane + 1].cpu() for tensor in sent.values())
+                parts = (tensor[lane : lane + 1].cpu() for tensor in updates.values())
                 numbers = (p.nan_to_num(torch.nan, torch.inf, -torch.inf).numpy() for p in parts)
                 digests[user] = hashlib.sha256(b"".join(n.tobytes() for n in numbers)).digest()
         return digests
@@ -365,8 +365,8 @@ class _Trials:
             self.request = replace(self.request, local=local)
             try:
                 chunk = Chunk(np.zeros(1, np.int64))
-                sent = trainer.sent(self.request, self._start, chunk, self._store)
+                update = trainer.sent(self.request, self._start, chunk, self._store)
             except Exception:  # another rate would not help
                 return
-            if all(bool(torch.isfinite(sent[name][:]).all()) for name in self.request.parameters):
+            if all(bool(torch.isfinite(update[name][:]).all()) for name in self.request.parameters):
                 return

@@ -147,11 +147,11 @@ class Schedule:
         return places if self.among is None else np.take_along_axis(self.among[lanes], places, 1)
 
 
-def _in_lanes(numbers: Integers, lanes: int, empty: int = 0) -> Integers:
+def _in_lanes(numbers: Integers, lanes: int, filler: int = 0) -> Integers:
     """Return numbers of users [n, …] for all lanes, [L, …]."""
     if len(numbers) == lanes:
         return numbers
-    padded = np.full((lanes, *numbers.shape[1:]), empty)
+    padded = np.full((lanes, *numbers.shape[1:]), filler)
     padded[: len(numbers)] = numbers
     return padded
 

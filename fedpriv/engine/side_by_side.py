@@ -92,32 +92,32 @@ class SideBySideModel:
         frozen = {id(p): p for p in working.parameters() if not p.requires_grad}
         model, device = copy.deepcopy(working, frozen), y.device
         model = model if training else model.eval()
-        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        weights = {id(p): Weights.of(p.detach()[None]) for p in trained.values()}
+        originals = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        weights = {id(p): Weights.of(p.detach()[None]) for p in originals.values()}
         for module in model.modules():
             if module._backward_hooks or module._backward_pre_hooks:
                 raise MixingError("hooks of gradients are not known to keep users apart")
             for name, parameter in module._parameters.items():
                 if id(parameter) in weights:
                     module._parameters[name] = weights[id(parameter)]  # type: ignore[assignment]
-        kept = KeptModel(model, [name for name in named_tensors(model) if name not in trained])
-        named = {name: weights[id(p)] for name, p in trained.items()}
+        kept = KeptModel(model, [name for name in named_tensors(model) if name not in originals])
+        named = {name: weights[id(p)] for name, p in originals.items()}
         initial = task.constants(device)
         kept.copy_from({name: initial[name] for name in kept.tensors})
         versions = {name: t._version for name, t in kept.tensors.items()}
-        parameters = {n: p.detach()[None].requires_grad_() for n, p in trained.items()}
+        parameters = {n: p.detach()[None].requires_grad_() for n, p in originals.items()}
         derived = Derived(*(x.values() if isinstance(x, dict) else [x]), y, *parameters.values())
         calls = list[Done]()
         lanes = Lanes(1, lambda: torch.zeros(1, dtype=torch.int64, device=device), calls, derived)
         with generators_apart(device=device):
             seed_generators(bytes(32), 0, device)
-            before = own_generators()
+            states = own_generators()
             try:
                 with derived:
                     cls(kept, named).losses(task, lanes, parameters, x, y)
             except Exception as error:  # users may still be able to train alone
                 raise MixingError(str(error)) from error
-            if own_generators() != before:
+            if own_generators() != states:
                 raise MixingError("numbers that are drawn for all users do not keep them apart")
         if any(  # changes through `.data` have no version
             t._version != versions[name] or not torch.equal(t, initial[name])
@@ -307,8 +307,8 @@ def _add(total: TorchTensors, gradients: TorchTensors, present: Tensor | None) -
         if name not in total:
             total[name] = gradient
             continue
-        before = total[name][: len(gradient)]
-        after = before + gradient
+        previous = total[name][: len(gradient)]
+        updated = previous + gradient
         if present is not None:
-            after = torch.where(present.view(-1, *[1] * (after.dim() - 1)), after, before)
-        before.copy_(after)
+            updated = torch.where(present.view(-1, *[1] * (updated.dim() - 1)), updated, previous)
+        previous.copy_(updated)

@@ -292,8 +292,8 @@ class Task:
 
     def parameters(self) -> dict[str, npt.NDArray[np.float32]]:
         """Return a copy of the parameters for which users send updates, in the model's order."""
-        sent = {n: p for n, p in self.trainable().items() if n not in self.personal}
-        return {n: p.to("cpu", torch.float32).numpy().copy() for n, p in sent.items()}
+        tensors = {n: p for n, p in self.trainable().items() if n not in self.personal}
+        return {n: p.to("cpu", torch.float32).numpy().copy() for n, p in tensors.items()}
 
     def statistics(self) -> dict[str, npt.NDArray[np.float32]]:
         """Return a copy of the normalisations' running statistics by name, in the model's order."""
@@ -312,9 +312,9 @@ class Task:
 
         They are frozen parameters, buffers, and the initial values of personal parameters.
         """
-        sent = self.trainable().keys() - set(self.personal)
+        update_names = self.trainable().keys() - set(self.personal)
         tensors = named_tensors(self.model).items()
-        return {n: t.detach().to(device) for n, t in tensors if n not in sent}
+        return {n: t.detach().to(device) for n, t in tensors if n not in update_names}
 
     def losses_of(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the loss of each example [B], from the model's outputs [B, …] and targets [B, …].
@@ -324,11 +324,11 @@ class Task:
         by the sum of `shares` is the mean over all targets that count.
         """
         ignored_by_torch = self.loss is cross_entropy and self.ignore_index == _IGNORED
-        counts, read = None if ignored_by_torch else self.counts(y), y
+        counts, loss_targets = None if ignored_by_torch else self.counts(y), y
         if counts is not None and self.ignore_index != _IGNORED:
-            read = torch.where(counts, y.long(), _IGNORED)
+            loss_targets = torch.where(counts, y.long(), _IGNORED)
         with nullcontext() if self.loss in LOSSES.values() else WithinBounds():
-            losses = cast(Loss, self.loss)(outputs, read)
+            losses = cast(Loss, self.loss)(outputs, loss_targets)
         means = losses if losses.dim() <= 1 else losses.flatten(1).mean(1)
         # Cross-entropy is zero for ignored targets; a loss without axes is refused elsewhere.
         if counts is None or self.loss is cross_entropy or losses.dim() == 0:
@@ -434,10 +434,10 @@ def called(model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor
 
     If the model returns an object with `logits`, these are the outputs; ModelError if it has none.
     """
-    unnamed, named = ((), x) if isinstance(x, dict) else ((x,), {})
+    positional, keywords = ((), x) if isinstance(x, dict) else ((x,), {})
     put_in = _in_all_places(model, tensors)
     with WithinBounds():
-        outputs = functional_call(model, put_in, unnamed, named, tie_weights=False)
+        outputs = functional_call(model, put_in, positional, keywords, tie_weights=False)
     return outputs if isinstance(outputs, Tensor) else _logits_of(outputs)
 
 
@@ -499,8 +499,8 @@ def matching(patterns: Iterable[str], names: Iterable[str], what: str) -> tuple[
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the module inside wrappers of `torch.compile` and data parallelism, if any."""
     parallel = isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel))
-    inner = getattr(model, "module" if parallel else "_orig_mod", None)  # no public name
-    return unwrapped(inner) if isinstance(inner, nn.Module) else model
+    module = getattr(model, "module" if parallel else "_orig_mod", None)  # no public name
+    return unwrapped(module) if isinstance(module, nn.Module) else model
 
 
 def training_only(model: nn.Module, trained: Iterable[str], frozen: Iterable[str]) -> nn.Module:
@@ -511,16 +511,16 @@ def training_only(model: nn.Module, trained: Iterable[str], frozen: Iterable[str
     """
     named = dict(model.named_parameters())
     names = [name for name, p in named.items() if p.is_floating_point()]
-    chosen = {*(matching(trained, names, "parameter"))} or {
+    selection = {*(matching(trained, names, "parameter"))} or {
         name for name, p in named.items() if p.requires_grad
     }
     excluded = {*matching(frozen, names, "parameter")}
-    if excluded and not chosen - excluded:
-        raise ModelError(f"frozen leaves none of {sorted(chosen)} to train")
+    if excluded and not selection - excluded:
+        raise ModelError(f"frozen leaves none of {sorted(selection)} to train")
     memo: dict[int, object] = {id(t): t for t in (*named.values(), *model.buffers())}
     changed = False
     for name, parameter in named.items():
-        trains = name in chosen - excluded
+        trains = name in selection - excluded
         if trains != parameter.requires_grad:
             memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=trains)
             changed = True

@@ -52,8 +52,8 @@ def check_task(task: Task, examples: HeldOut, *, apart: bool = False) -> None:
     """
     for column in task.fields:
         if column not in examples:
-            legal = f"inputs and targets must be among {sorted(examples)}"
-            raise ModelError(f"the data have no field {column!r}; {legal}")
+            hint = f"inputs and targets must be among {sorted(examples)}"
+            raise ModelError(f"the data have no field {column!r}; {hint}")
     parameters = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
     if not parameters:
         raise ModelError(
@@ -61,8 +61,8 @@ def check_task(task: Task, examples: HeldOut, *, apart: bool = False) -> None:
             "those to train in trained, a setting of the task, such as trained='*'"
         )
     for name, layer in task.model.named_modules():
-        trained = any(p.requires_grad for p in layer.parameters(recurse=False))
-        if trained and getattr(layer, "sparse", False) is True:
+        is_trained = any(p.requires_grad for p in layer.parameters(recurse=False))
+        if is_trained and getattr(layer, "sparse", False) is True:
             raise ModelError(f"layer {name!r} has sparse gradients; make it with sparse=False")
     x, y = _tensors(task, examples)
     original = task.model
@@ -151,8 +151,8 @@ def check_learns(
             f"{len(trial.y)} {'held-out' if rows else 'random'} rows; "
             f"{'; '.join(trial.notes) or general}"
         )
-    short = trial.check_first_step(local, clipping_norm)
-    return (*trial.notes, *short)
+    step_notes = trial.check_first_step(local, clipping_norm)
+    return (*trial.notes, *step_notes)
 
 
 @dataclass(frozen=True)
@@ -257,12 +257,12 @@ class _Trial:
         if type(local) not in (LocalTraining, SGD):
             return ()
         rate, steps = local.at(1).rate, max(local.epochs or 1, local.steps or 1)
-        moved = _trained(self.task)
+        tensors = _trained(self.task)
         for _ in range(min(steps, 2)):
             ones = torch.ones(len(self.y))
-            gradients = _differentiated(self.task, moved, self.x, self.y, ones)[2]
-            moved = moved | {name: moved[name] - rate * g for name, g in gradients.items()}
-        if not _finite(moved):
+            gradients = _differentiated(self.task, tensors, self.x, self.y, ones)[2]
+            tensors = tensors | {name: tensors[name] - rate * g for name, g in gradients.items()}
+        if not _finite(tensors):
             raise ModelError(
                 f"learning_rate is {rate:g}, at which users' first steps are NaN or infinite; it "
                 "must be smaller"
@@ -277,17 +277,17 @@ class _Trial:
 
 
 def _differentiated(
-    task: Task, moved: TorchTensors, x: Inputs, y: Tensor, weights: Tensor
+    task: Task, overrides: TorchTensors, x: Inputs, y: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, TorchTensors]:
     """Return outputs, losses [n], and gradients of their weighted mean for trained tensors."""
     constants = task.constants(torch.device("cpu"))
-    trained = {n: p.clone().requires_grad_() for n, p in (_trained(task) | moved).items()}
+    leaves = {n: p.clone().requires_grad_() for n, p in (_trained(task) | overrides).items()}
     with torch.enable_grad(), generators_apart(0):
-        outputs = called(task.model, _cloned(constants) | trained, each_input(torch.clone, x))
+        outputs = called(task.model, _cloned(constants) | leaves, each_input(torch.clone, x))
         losses = task.losses_of(outputs, y)
         mean = (losses * weights).mean()
-        gradients = torch.autograd.grad(mean, [*trained.values()], allow_unused=True)
-    by_name = {n: g for n, g in zip(trained, gradients, strict=True) if g is not None}
+        gradients = torch.autograd.grad(mean, [*leaves.values()], allow_unused=True)
+    by_name = {n: g for n, g in zip(leaves, gradients, strict=True) if g is not None}
     return outputs.detach(), losses.detach(), by_name
 
 
@@ -300,8 +300,8 @@ def _finite(tensors: TorchTensors) -> bool:
 
 
 def _row(x: Inputs, y: Tensor, row: int) -> tuple[Inputs, Tensor]:
-    one = slice(row, row + 1)
-    return each_input(lambda t: t[one], x), y[one]
+    piece = slice(row, row + 1)
+    return each_input(lambda t: t[piece], x), y[piece]
 
 
 def _counting(task: Task, rows: HeldOut) -> HeldOut:
@@ -310,8 +310,8 @@ def _counting(task: Task, rows: HeldOut) -> HeldOut:
     counts = (y != task.ignore_index) if y.dtype.kind in "iu" else np.ones(y.shape, np.bool_)
     places = np.flatnonzero(counts.reshape(len(y), -1).any(1))
     places = places if len(places) else np.zeros(1, np.int64)
-    chosen = places[np.linspace(0, len(places) - 1, min(_ROWS, len(places))).astype(np.int64)]
-    return {column: rows[column][chosen] for column in task.fields}
+    indices = places[np.linspace(0, len(places) - 1, min(_ROWS, len(places))).astype(np.int64)]
+    return {column: rows[column][indices] for column in task.fields}
 
 
 def _on_random_rows(task: Task, examples: HeldOut) -> Iterator[_Trial]:
@@ -321,8 +321,8 @@ def _on_random_rows(task: Task, examples: HeldOut) -> Iterator[_Trial]:
         for column in task.fields:
             kind, shape = examples[column].dtype, (_ROWS, *examples[column].shape[1:])
             discrete = kind.kind in "iub"  # most models take 0 and 1 as words and classes
-            drawn = rng.integers(0, 2, shape) if discrete else rng.standard_normal(shape)
-            rows[column] = drawn.astype(kind)
+            numbers = rng.integers(0, 2, shape) if discrete else rng.standard_normal(shape)
+            rows[column] = numbers.astype(kind)
         try:
             yield _Trial.on(task, rows)
         except Exception:
@@ -355,8 +355,8 @@ def _check_losses(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> No
         with torch.enable_grad():
             losses = task.losses_of(outputs.detach(), y)
         with torch.enable_grad(), generators_apart():
-            sent = {name: tensors[name].clone().requires_grad_() for name in task.parameters()}
-            trained = task.losses_of(called(task.model, {**tensors, **sent}, x), y)
+            leaves = {name: tensors[name].clone().requires_grad_() for name in task.parameters()}
+            differentiable = task.losses_of(called(task.model, {**tensors, **leaves}, x), y)
     except Exception as error:
         kinds = (
             f"inputs are {_kinds(x)}, targets {_kinds(y)}, and parameters are trained as float32"
@@ -388,9 +388,9 @@ def _check_losses(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> No
             "the loss reads parameters itself, not those of each user; it must be a function of "
             "outputs and targets alone, so have forward return what else it needs"
         )
-    if not trained.requires_grad:
+    if not differentiable.requires_grad:
         raise ModelError(
-            "the loss has no gradient by any parameter that users send, so that nothing would be "
+            "the loss has no gradient by any parameter that users send, so nothing would be "
             "trained; neither model nor loss may detach, round or compare what they compute"
         )
 
@@ -450,52 +450,52 @@ def _check_apart(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> Non
         return task.losses_of(outputs, y[rows])
 
     try:
-        alone = torch.cat([losses(slice(row, row + 1)) for row in range(len(y))])
+        single_losses = torch.cat([losses(slice(row, row + 1)) for row in range(len(y))])
     except Exception as error:
         raise ModelError(f"the model cannot be evaluated on one example: {error}") from error
     # Random numbers that a model draws may differ for one example.
-    if not _close(alone, losses(slice(None))) and not _draws(model, tensors, x):
+    if not _close(single_losses, losses(slice(None))) and not _draws(model, tensors, x):
         raise ModelError(
             "model or loss mix examples: the loss of one depends on the others, or on their "
-            "number, as in nn.LSTM without batch_first=True; each must count by itself"
+            "number, as in nn.LSTM without batch_first=True; each must count separately"
         )
 
 
 def _draws(model: nn.Module, tensors: TorchTensors, x: Inputs) -> bool:
     with generators_apart(), torch.no_grad():
-        before = torch.random.get_rng_state()
+        state = torch.random.get_rng_state()
         called(model, tensors, x)
-        return not torch.equal(before, torch.random.get_rng_state())
+        return not torch.equal(state, torch.random.get_rng_state())
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
+def _close(first: Tensor, second: Tensor) -> bool:
     """Return whether tensors agree within the rounding of bfloat16."""
-    sizes = other.abs().double()
+    sizes = second.abs().double()
     largest = float(sizes[torch.isfinite(sizes)].max()) if torch.isfinite(sizes).any() else 0.0
-    return one.shape == other.shape and torch.allclose(
-        one, other, rtol=0.0, atol=_ROUNDING * largest, equal_nan=True
+    return first.shape == second.shape and torch.allclose(
+        first, second, rtol=0.0, atol=_ROUNDING * largest, equal_nan=True
     )
 
 
 def _check_copy(original: nn.Module, task: Task, tensors: TorchTensors, x: Inputs) -> None:
     """Refuse a model whose copy, at other parameters, gives other outputs than the model."""
     generator = torch.Generator().manual_seed(0)
-    moved = {
+    parameters = {
         name: tensors[name] + 0.01 * torch.randn(p.shape, generator=generator)
         for name, p in task.trainable().items()
     }
     # Weights do not affect inputs of zeros, such as a blank row.
     x = each_input(lambda t: t.masked_fill(t == 0, 1) if t.is_floating_point() else t, x)
     try:
-        one, other = (
-            _outputs_once(model, _cloned({**tensors, **moved}), each_input(torch.clone, x))
+        first, second = (
+            _outputs_once(model, _cloned({**tensors, **parameters}), each_input(torch.clone, x))
             for model in (original, task.model)
         )
     except Exception as error:
         raise ModelError(
             f"the model cannot be copied, or not evaluated near its initial parameters: {error}"
         ) from error
-    if not torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True):
+    if not torch.allclose(first, second, rtol=0.0, atol=0.0, equal_nan=True):
         raise ModelError(
             "a copy of the model does not use its own parameters, so that users cannot train side "
             "by side; forward must reach them through self"

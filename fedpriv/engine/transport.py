@@ -210,8 +210,8 @@ class InProcessTransport(Transport):
         """Yield users who are done, as positions in the store, and their sums."""
         road = self.road(request)
         if self.hosted is None:
-            valid = (request.users >= 0) & (request.users < self.users.population)
-            users = request.users[valid]
+            is_valid = (request.users >= 0) & (request.users < self.users.population)
+            users = request.users[is_valid]
         else:
             users = np.flatnonzero(np.isin(self.hosted, request.users))
         trainer = self._trainer

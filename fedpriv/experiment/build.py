@@ -270,11 +270,11 @@ def _evaluation(
     if (section := config.federated_evaluation) is None:
         return None, population
     asked, task = FederatedEvaluation(**section.model_dump()), method.task
-    metrics = tuple(_metric(*named, task, None) for named in asked.report.items())
+    metrics = tuple(_metric(*item, task, None) for item in asked.report.items())
     training, held_out = kept_apart(population.users, asked.held_out)
-    how, name = method.personalisation, evaluation_run(config.run or run)
-    users = population.users if how else held_out
-    evaluation = UserEvaluation(asked, name, users, task, metrics, how)
+    personalisation, name = method.personalisation, evaluation_run(config.run or run)
+    users = population.users if personalisation else held_out
+    evaluation = UserEvaluation(asked, name, users, task, metrics, personalisation)
     evaluation.check(few_rows(population))
     return evaluation, replace(population, users=training)
 
@@ -411,9 +411,9 @@ def _measured_by(
         if held_out:
             check_targets(method.task, held_out)
         check_task(method.task, few, apart=method.mechanism.unit is not Unit.USER)
-    how, personalised = method.personalisation, None
-    if how is not None:
-        personalised = HeldOutUsers(how, method.task, held_out, device)
+    personalisation, personalised = method.personalisation, None
+    if personalisation is not None:
+        personalised = HeldOutUsers(personalisation, method.task, held_out, device)
         held_out = personalised.rows
     loss = check_held_out(method.task, held_out, device) if held_out else None
     y = held_out.get(method.task.targets, np.empty(0))
@@ -438,7 +438,7 @@ def _plan(config: Config, run: str, population: str, users: int, method: Method)
     grouping = mechanism.clipping.grouping(layout, mechanism.allocation)
     sampling = _audited(config, mechanism, mechanism.sampling.of(users, mechanism.unit))
     statistics = _statistics(mechanism, method.task)
-    metrics = tuple(_metric(*named, method.task, statistics) for named in mechanism.metrics.items())
+    metrics = tuple(_metric(*item, method.task, statistics) for item in mechanism.metrics.items())
     return TrainingPlan(
         run=config.run or run,
         population=population,

@@ -818,9 +818,9 @@ def _clipping_table(policy: ClippingPolicy) -> dict[str, Any]:
 def plain(value: object) -> Any:
     """Return a value as TOML can hold it, without keys whose value is None."""
     if isinstance(value, Mapping):
-        return {key: plain(inner) for key, inner in value.items() if inner is not None}
+        return {key: plain(element) for key, element in value.items() if element is not None}
     if isinstance(value, tuple | list):
-        return [plain(inner) for inner in value]
+        return [plain(element) for element in value]
     return plain_numbers(value)
 
 

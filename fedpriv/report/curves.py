@@ -53,8 +53,8 @@ def curves(records: Sequence[RunRecord]) -> list[Chart]:
         ("unit", {str(unit_of(record.ledger)) for record in records}),
     ):
         if len(values) > 1:
-            listed = " and ".join(sorted(map(str, values)))
-            sentence = f"{name} is {listed} in these runs; an axis of ε needs one {name}"
+            choices = " and ".join(sorted(map(str, values)))
+            sentence = f"{name} is {choices} in these runs; an axis of ε needs one {name}"
             raise InvalidValueError(sentence)
     texts = dict.fromkeys(t for record in records for t in about_projection(record.ledger))
     charts = _charts(_grouped(records), _measure(records))

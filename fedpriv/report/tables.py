@@ -126,7 +126,7 @@ def plural(unit: str) -> str:
 
 
 def protected(charges: Iterable[ChargedRow]) -> str:
-    """Return a description of the users whom a ledger's ε protects, if users joined or left."""
+    """Return a description of the users that a ledger's ε protects; "" if none joined or left."""
     sizes = dict.fromkeys(row.event.sampling.population for row in charges)
     if len(sizes) < 2:
         return ""

@@ -143,19 +143,19 @@ def plain_numbers(value: Any, name: object = "a number") -> Any:
     Other values are returned unchanged. A whole number outside the range of float raises
     InvalidValueError, which states `name`.
     """
-    plain = value
+    result = value
     if type(value) not in _PLAIN and not isinstance(value, str):
         if isinstance(value, Mapping):
-            return {key: plain_numbers(inner, key) for key, inner in value.items()}
+            return {key: plain_numbers(content, key) for key, content in value.items()}
         if type(value) in (tuple, list):
             return type(value)(plain_numbers(element, name) for element in value)
-        plain = _plain_number(value)
-    if type(plain) is int and abs(plain) > sys.float_info.max:
+        result = _plain_number(value)
+    if type(result) is int and abs(result) > sys.float_info.max:
         raise InvalidValueError(
-            f"{name} is a whole number of {plain.bit_length()} bits; it must be within "
+            f"{name} is a whole number of {result.bit_length()} bits; it must be within "
             f"±{sys.float_info.max:.2g}"
         )
-    return plain
+    return result
 
 
 def _plain_number(value: Any) -> Any:
@@ -168,8 +168,8 @@ def _plain_number(value: Any) -> Any:
 def hold_plain_numbers(value: object) -> None:
     """Apply `plain_numbers` to the fields of a frozen value, in its `__post_init__`."""
     for name, content in vars(value).items():
-        if (plain := plain_numbers(content, name)) is not content:
-            object.__setattr__(value, name, plain)
+        if (number := plain_numbers(content, name)) is not content:
+            object.__setattr__(value, name, number)
 
 
 def hold_numbers(value: object) -> None:
