@@ -66,7 +66,7 @@ class Fork:
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         with warnings.catch_warnings(), ARITHMETIC_LOCK:
             # Locks that other threads hold now remain locked in the fork. torch, NumPy and Python
-            # renew theirs, and apart from these, training takes only the lock that is held here.
+            # renew theirs, and besides these, training takes only the lock that is held here.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process.start()
         child_connection.close()

@@ -90,7 +90,7 @@ def read_released(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
 
 
 def frozen_of(task: Task) -> dict[str, Tensor]:
-    """Return the tensors of a model that neither rounds nor users change, by names in the file."""
+    """Return the tensors of a model that neither rounds nor users change, by name in the file."""
     members, (tensors, _) = named_tensors(task.model), _deduplicated(task.model)
     changing = {id(members[name]) for name in (*task.trainable(), *task.statistics())}
     return {name: tensor for name, tensor in tensors.items() if id(tensor) not in changing}

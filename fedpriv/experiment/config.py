@@ -262,7 +262,7 @@ class ModelSection(Section):
 
 
 class LocalSection(Section):
-    """How each user trains; `options` are fields that only this algorithm has.
+    """Local training of each user; `options` are fields that only this algorithm has.
 
     A learning rate may be a table that describes a schedule, as for the server.
     """
@@ -307,7 +307,7 @@ _GRADIENTS = (LocalSection(learning_rate=1.0, steps=1), LocalSection(learning_ra
 
 
 class ServerSection(Section):
-    """How the server steps along the released average; `options` are the optimiser's fields.
+    """The server's steps along the released average; `options` are the optimiser's fields.
 
     A learning rate may be a table with the name of a `schedule`, and its fields.
     """
@@ -330,7 +330,7 @@ def _scheduled(value: object) -> object:
 
 
 class SamplingSection(Section):
-    """How cohorts are drawn: a policy, and its fields except `probability`."""
+    """The sampling of cohorts: a policy, and its fields except `probability`."""
 
     policy: str = "poisson"
     options: Options = {}
@@ -371,7 +371,7 @@ class PrivacySection(Section):
 
 
 class ClippedSection(Section):
-    """How to clip; `parts` and `split` are for per-layer clipping, `scales` for joint clipping."""
+    """Clipping; `parts` and `split` are for the strategy per-layer, and `scales` for joint."""
 
     norm: Annotated[float, Field(gt=0.0)] | None = None
     strategy: str = "flat"
@@ -406,7 +406,7 @@ class AdaptiveSection(Section):
 
 
 class ClippingSection(ClippedSection):
-    """How updates are clipped: all tensors together, to `norm`, or each of `groups` separately."""
+    """The clipping of updates: all tensors together, to `norm`, or each of `groups` separately."""
 
     groups: Annotated[tuple[GroupSection, ...], Field(strict=False)] = ()
     adaptive: AdaptiveSection | None = None
@@ -469,7 +469,7 @@ class FederatedEvaluationSection(Section):
 
 
 class PersonalisationSection(Section):
-    """How users personalise released models; see `Personalisation`."""
+    """The personalisation of released models by users; see `Personalisation`."""
 
     local: LocalSection = LocalSection.model_validate({})
     parameters: Annotated[tuple[str, ...], Field(strict=False)] = ()
@@ -477,7 +477,7 @@ class PersonalisationSection(Section):
 
 
 class AuditSection(Section):
-    """How a run audits itself with invented users; see `Audit`."""
+    """The audit of a run with invented users; see `Audit`."""
 
     canaries: Count
 
@@ -491,7 +491,7 @@ class AveragingSection(Section):
 
 
 class NoiseSection(Section):
-    """How vector groups share the noise, and how noise is correlated over a series of rounds.
+    """The shares of vector groups in the noise, and its correlation over a series of rounds.
 
     An allocation may be a table of weights by group; `options` are fields of the correlation.
     """
@@ -506,7 +506,7 @@ class NoiseSection(Section):
 
 
 class EngineSection(Section):
-    """Where and how fast users train; this affects results only by rounding."""
+    """The resources for training; they affect results only by rounding."""
 
     device: str = "auto"
     chunk_mebibytes: Count | None = None

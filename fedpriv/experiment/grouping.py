@@ -17,7 +17,7 @@ from fedpriv.privacy.layout import Layout, Parts, VectorGroup
 from fedpriv.support.checks import check_range, check_types, hold_plain_numbers, require
 
 Allocation = Literal["proportional", "dimension"] | Mapping[str, float]
-"""How vector groups share the noise: by clipping norm, by dimension, or by given weights."""
+"""The shares of vector groups in the noise: by clipping norm, by dimension, or by given weights."""
 
 
 def _given(norm: float | None) -> float:

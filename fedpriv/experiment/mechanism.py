@@ -346,7 +346,7 @@ def _numbers(name: str, values: Sequence[float]) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Mechanism:
-    """How each round of a run protects users, and the budget of all rounds.
+    """The protection of users in each round of a run, and the budget of all rounds.
 
     >>> mechanism = Mechanism.poisson(q=0.1, clipping=Flat(0.5))
     >>> calibrated = mechanism.calibrate(epsilon=2.0, delta=1e-5, rounds=100)
