@@ -62,7 +62,7 @@ Signs = Callable[[int, int], FloatVector]
 """Maps a round and an attempt to the signs of the canaries' moves, ±1 [m]."""
 
 _NUMBERS = 2**20  # in the vectors that are projected at a time
-_PROBE_NUMBERS = 512  # limit
+_PROBE_NUMBERS = 512  # most numbers in a probe
 _LEAST_LOG_CHANCE = -40.0  # less likely numbers of a user's drawn examples are omitted
 
 

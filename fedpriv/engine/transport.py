@@ -132,7 +132,7 @@ class InProcessTransport(Transport):
         refuse_shared(self.users, "whole users train")
 
     def prepare(self, request: RoundRequest) -> None:
-        """Decide how users train, from public facts; ModelError or InvalidValueError if no way."""
+        """Choose how users train, from public facts; ModelError or InvalidValueError on failure."""
         self.road(request)
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
@@ -187,7 +187,7 @@ class InProcessTransport(Transport):
         return None
 
     def road(self, request: RoundRequest) -> Road:
-        """Return how users train in such rounds; ModelError or InvalidValueError if none works."""
+        """Return how users train in such rounds; ModelError or InvalidValueError if they cannot."""
         expected = self.users.population if self.cohort is None else self.cohort
         local = replace(request.local, learning_rate=1.0)
         round_kind = local, request.measured, bool(request.control), expected, self.most_rows

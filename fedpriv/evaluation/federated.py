@@ -49,7 +49,7 @@ _EXTREMES = (1e30, math.inf, math.nan)  # numbers in such data
 
 @dataclass(frozen=True)
 class FederatedEvaluation:
-    """Metrics of the released model that users report, the rounds after which, and the noise.
+    """The queries of a run: the metrics that users report, the rounds, and the noise.
 
     Each query draws a fresh Poisson sample of users and adds a charge to the budget of the run.
     Noise that is calibrated for a run allows for all queries.
@@ -59,7 +59,7 @@ class FederatedEvaluation:
     report: Mapping[str, Mapping[str, float | Sequence[float]]] = field(
         default_factory=lambda: {"accuracy": {}}
     )  # metrics of examples: options by name, as for `Mechanism.metrics`
-    sampling_probability: float = 1.0  # of a user in a query
+    sampling_probability: float = 1.0  # of each user in a query
     every: int | None = None  # rounds between queries, besides one at the end; None: only that
     held_out: float = 0.2  # share of each user's examples that is not trained on, in [0, 1)
 
