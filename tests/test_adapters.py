@@ -197,8 +197,8 @@ def test_a_task_that_changes_nothing_keeps_its_model() -> None:
     [
         ({"frozen": ("head.*",)}, r"'head.\*' matches no parameter"),
         ({"trained": ("head.*",)}, r"'head.\*' matches no parameter"),
-        ({"frozen": ("*",)}, "frozen leaves nothing of .* to train"),
-        ({"trained": ("scores.*",), "frozen": ("scores.*",)}, "frozen leaves nothing of "),
+        ({"frozen": ("*",)}, "frozen leaves none of .* to train"),
+        ({"trained": ("scores.*",), "frozen": ("scores.*",)}, "frozen leaves none of "),
     ],
 )
 def test_patterns_that_leave_nothing_or_fit_nothing_are_refused(
@@ -352,7 +352,7 @@ def test_a_run_is_of_its_frozen_numbers_of_bfloat16_too(tmp_path: Path) -> None:
     ("more", "message"),
     [
         ("frozen = ['heads.*']", "'heads.*' matches no parameter"),
-        ("frozen = ['*']", "frozen leaves nothing of"),
+        ("frozen = ['*']", "frozen leaves none of"),
         ("adapters = { rank = 2, layers = ['attention'] }", "'attention' matches no linear layer"),
         ("adapters = { rank = 0 }", "model.adapters.rank is 0"),
         ("adapters = { ranks = 2 }", "did you mean"),

@@ -151,7 +151,7 @@ def test_resuming_keeps_the_noise_that_was_calibrated_at_first(file: Path, tmp_p
         ),
         (["plan", "--set", "averaging.floor=2.0"], "floor is 2.0"),
         (["plan", "--set", "clipping.adaptive.quantile=1.5"], "quantile of adaptive clipping is"),
-        (["plan", "--set", "clipping.norm=1.0"], "norm is given beside groups"),
+        (["plan", "--set", "clipping.norm=1.0"], "norm is given next to groups"),
     ],
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else "refused",
 )

@@ -1,8 +1,8 @@
 """The questions of a survey: the contribution of a user, and the answer in a release.
 
 A question is about one quantity: a column of the users' data, or a function of one user's fields.
-To add a question, derive a frozen dataclass from `VectorQuestion`, or from `Question` if the
-vectors of users are too long to store one by one.
+To add a question, derive a frozen dataclass from `VectorQuestion`, or from `Question` if users'
+vectors are too long to store separately.
 """
 
 import logging
@@ -30,15 +30,15 @@ from fedpriv.support.checks import hold_plain_numbers, is_whole, require
 _log = logging.getLogger(__name__)
 _WIDTH = 2.0  # half the width of intervals in standard deviations: 95.4% of a normal law
 _MOST_THRESHOLDS = 4096
-_MOST_INPUTS = 4096  # for which a matrix takes 128 MiB
+_MOST_INPUTS = 4096  # a matrix of this size takes 128 MiB
 _MOST_CHARACTERS = 1024
-# Prefix of the log's line for each user of a cohort that fails; the number of lines is not private.
+# Prefix of log lines, one for each user in a cohort that fails; their number is not private.
 ZEROED = "simulation only, not private: a user counts as zero"
 
 Values: TypeAlias = npt.NDArray[Any]  # numbers or texts
-Scalar: TypeAlias = type[np.float64] | type[np.str_]  # the type of one of them
+Scalar: TypeAlias = type[np.float64] | type[np.str_]  # the type of one value
 QuantityFunction: TypeAlias = Callable[[Mapping[str, Values]], object]
-"""Maps the fields of one user, name → array [rows, …], to values; it must use nothing else."""
+"""Maps one user's fields, name → array [rows, …], to values; it must not use anything else."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,16 +76,16 @@ class Answer:
 
 @dataclass(frozen=True)
 class Question(ABC):
-    """Defines a vector of each user; the noised sum over a cohort becomes an answer.
+    """Defines a vector for each user; the noised sum over a cohort becomes an answer.
 
     Every question keeps these promises:
 
-    * a user's vector has an L2 norm of at most `clipping_norm`, whatever the user's data;
-    * a user without a value that counts contributes the zero vector, and so does a vector with NaN;
+    * a user's vector has an L2 norm of at most `clipping_norm`, for any data of the user;
+    * a user without a value that counts, or with NaN in its vector, contributes the zero vector;
     * the answer is a function of the released average and of public numbers alone.
 
-    A `VectorQuestion` gets the first two from its base class. Any other question must clip in
-    `total`, and keep one user's data from affecting another's vector.
+    A `VectorQuestion` gets the first two from its base class. Other questions must clip in `total`,
+    and keep one user's data from affecting another's vector.
     """
 
     name: str  # of the question, and of its vector group in the ledger
@@ -115,7 +115,7 @@ class Question(ABC):
 
     @property
     def characters(self) -> int:
-        """The length at which texts are cut, so that one user cannot exhaust the memory."""
+        """The length at which texts are cut, so that no user can exhaust the memory."""
         return _MOST_CHARACTERS
 
     @property
@@ -140,11 +140,11 @@ class Question(ABC):
 
     @abstractmethod
     def numbers(self, values: IntegerVector) -> IntegerVector:
-        """Return how many numbers `total` stores for users with these numbers of values, [U]."""
+        """Return the count of numbers that `total` stores for users with `values` values, [U]."""
 
     @abstractmethod
     def total(self, users: UserValues) -> IntegerVector:
-        """Return the sum of users' vectors, each clipped by itself, in steps of the group: [d]."""
+        """Return the sum of users' separately clipped vectors, in steps of the group: [d]."""
 
     @abstractmethod
     def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
@@ -157,10 +157,10 @@ class Question(ABC):
     def normal_answer(
         self, value: FloatVector, noise_stddev: FloatVector | float, spread: FloatVector | float
     ) -> Answer:
-        """Return an answer with about normal errors.
+        """Return an answer with approximately normal errors.
 
-        `noise_stddev` is the standard deviation due to the noise, and `spread` a bound on that due
-        to sampling.
+        `noise_stddev` is the standard deviation due to noise, and `spread` a bound on that due to
+        sampling.
         """
         noise = np.full(value.shape, noise_stddev)
         half = _WIDTH * np.hypot(noise, spread)
@@ -168,10 +168,10 @@ class Question(ABC):
 
 
 class VectorQuestion(Question):
-    """A question that stores the vector of each user, and clips it.
+    """A question that stores each user's vector, and clips it.
 
     `contributions` is called for one user at a time, so that no user's vector depends on others'
-    data; it must keep nothing between calls.
+    data; it must not keep anything between calls.
     """
 
     @property
@@ -197,11 +197,11 @@ class VectorQuestion(Question):
         return len(vectors[0])
 
     def numbers(self, values: IntegerVector) -> IntegerVector:
-        """Return how many numbers are stored for each user: its values and its vector."""
+        """Return the count of numbers stored for each user: its values and its vector."""
         return values + self.dimension
 
     def total(self, users: UserValues) -> IntegerVector:
-        """Return the sum of users' vectors, each computed and clipped by itself, in steps: [d].
+        """Return the sum of users' vectors, computed and clipped separately, in steps: [d].
 
         A user whose vector raises an error or is not d numbers contributes zero.
         """
@@ -230,7 +230,7 @@ class VectorQuestion(Question):
 
 
 class _AtOnce(VectorQuestion):
-    """A question of this module, whose contributions keep users apart and are computed at once."""
+    """A question of this module, whose contributions keep users apart, computed all at once."""
 
     def total(self, users: UserValues) -> IntegerVector:
         """Return the sum of users' clipped vectors, in steps of the group: [d]."""
@@ -252,8 +252,8 @@ class Histogram(_AtOnce):
 
     A user contributes its vector of counts, clipped to the clipping norm. If users have one value
     each, a norm of 1 suffices and the answer is unbiased; otherwise users with many values are
-    counted too low. The answer has shape [K], in the order of the categories; noise can make a
-    count negative.
+    undercounted. The answer has shape [K], in the order of the categories; noise can make counts
+    negative.
     """
 
     categories: Sequence[int] | Sequence[str]  # K different ones; other values do not count
@@ -261,7 +261,7 @@ class Histogram(_AtOnce):
 
     def _check(self) -> None:
         array = np.asarray(self.categories)
-        # NumPy converts numbers next to texts to texts.
+        # NumPy converts numbers next to text into text.
         uniform = array.dtype.kind in "iuU" and array.tolist() == list(self.categories)
         object.__setattr__(self, "categories", tuple(array.tolist()))
         if not uniform or not array.size or np.unique(self._array).size < array.size:
@@ -275,7 +275,7 @@ class Histogram(_AtOnce):
 
     @property
     def characters(self) -> int:
-        """One more than the longest category, so that a text cut here equals none of them."""
+        """One more than the longest category, so that no text cut here equals a category."""
         return max(len(str(category)) for category in self.categories) + 1
 
     @property
@@ -322,7 +322,7 @@ class Distribution(_AtOnce):
         points = np.asarray(self.thresholds)
         increasing = bool(np.all(points[1:] > points[:-1]) and np.all(np.isfinite(points)))
         if not (1 <= points.size <= _MOST_THRESHOLDS and increasing):
-            limit = f"1 to {_MOST_THRESHOLDS} finite ones, each above the one before"
+            limit = f"1 to {_MOST_THRESHOLDS} finite ones, each above the previous one"
             raise self._refusal(f"{points.size} thresholds; there must be {limit}")
 
     @cached_property
@@ -362,13 +362,14 @@ class Distribution(_AtOnce):
 class Quantiles(_AtOnce):
     """Quantiles over all enrolled users: the smallest threshold with a share p at or below it.
 
-    All are computed from one released `Distribution`, made increasing by least squares; so ten
+    All are computed from one released `Distribution`, made increasing by least squares, so ten
     quantiles cost as much as one. If the curve stays below p, the quantile is the last threshold.
 
     Error: the share of users at or below the value, and the share at or below the threshold before
-    it, bracket p up to the noise of the curve at these two places. Where few users are, noise moves
-    the value far. `low` and `high` hold for each quantile by itself. The answer has shape [k]. Its
-    noise_stddev is a quarter of the interval due to noise alone; 0 if that is a single threshold.
+    it, bracket p up to the noise of the curve at these two places. Noise moves the value far where
+    few users have values. `low` and `high` hold for each quantile separately. The answer has shape
+    [k]. Its noise_stddev is a quarter of the interval due to noise alone; 0 if that is a single
+    threshold.
     """
 
     thresholds: Sequence[float]
@@ -416,14 +417,15 @@ def crossings(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the first and last places [k] at which an increasing curve may reach levels [k].
 
-    `curve` [m] differs from the true one by up to `margin` [m]. If the true curve first reaches
+    `curve` [m] differs from the true curve by up to `margin` [m]. If the true curve first reaches
     level p at place t, then a first place above t needs an error below −margin at t, and a last
-    place below t an error of margin or more at t − 1. The place is m if the curve stays below.
+    place below t needs an error of margin or more at t − 1. The place is m if the curve stays
+    below.
     """
-    reached = curve + margin >= levels[:, np.newaxis]
-    below = curve - margin < levels[:, np.newaxis]
-    first = np.where(reached.any(1), reached.argmax(1), curve.size)
-    last = np.where(below.any(1), curve.size - below[:, ::-1].argmax(1), 0)
+    may_reach = curve + margin >= levels[:, np.newaxis]
+    may_miss = curve - margin < levels[:, np.newaxis]
+    first = np.where(may_reach.any(1), may_reach.argmax(1), curve.size)
+    last = np.where(may_miss.any(1), curve.size - may_miss[:, ::-1].argmax(1), 0)
     return first, last
 
 
@@ -452,9 +454,9 @@ class _Ranged(_AtOnce):
 class Mean(_Ranged):
     """The mean over all enrolled users of their values, each clipped to [low, high].
 
-    A user contributes its value minus the centre of the range; a user without a value counts as at
-    the centre. The denominator is the constant qN and not a noisy count of users with a value, so
-    the answer, of shape (), is unbiased, unlike a ratio. A narrow range needs little noise.
+    A user contributes its value minus the centre of the range; the centre replaces an absent value.
+    The denominator is the constant qN and not a noisy count of users with a value, so the answer,
+    of shape (), is unbiased, unlike a ratio. A narrow range needs little noise.
     """
 
     @property
@@ -479,8 +481,8 @@ class Mean(_Ranged):
 class Sum(_Ranged):
     """The sum over all enrolled users of their totals, each clipped to [low, high].
 
-    For a quantity of zeros and ones with low = 0 and high = 1 it counts users. The answer has shape
-    () and is unbiased; a user without a value adds nothing.
+    With low = 0 and high = 1 and a quantity of zeros and ones, it counts users. The answer has
+    shape () and is unbiased; a user without a value adds nothing.
     """
 
     @property
@@ -526,16 +528,16 @@ class SecondMoments(Question):
 
     @property
     def clipping_norm(self) -> float:
-        """The Frobenius norm of x xᵀ, 1, which bounds that of a mean of such matrices."""
+        """The Frobenius norm of x xᵀ, 1, which bounds that of means of such matrices."""
         return CLIPPING_NORM
 
     @property
     def dimension(self) -> int:
-        """D(D + 1)/2, the free numbers of a symmetric matrix."""
+        """D(D + 1)/2, the number of free entries of a symmetric matrix."""
         return self.inputs * (self.inputs + 1) // 2
 
     def numbers(self, values: IntegerVector) -> IntegerVector:
-        """Return the size of the records; outer products are never stored one by one."""
+        """Return the size of the records; outer products are never stored separately."""
         return values * self.inputs
 
     def total(self, users: UserValues) -> IntegerVector:
@@ -543,12 +545,12 @@ class SecondMoments(Question):
         return outer_product_sum(*self._scaled(users))
 
     def _scaled(self, users: UserValues) -> tuple[FloatMatrix, IntegerVector]:
-        """Return users' records [R, D], of length 1/√n if a user has n, and offsets [U + 1]."""
+        """Return users' records [R, D], of length 1/√n for n records, and offsets [U + 1]."""
         largest = np.abs(users.values).max(axis=1, initial=0.0)
         is_record = np.isfinite(largest) & (largest > 0.0)
         counts = users.sums(is_record)
         of_user = np.repeat(counts, np.diff(users.offsets))[is_record]
-        # The division by the largest number keeps squares from overflow and underflow.
+        # Division by the largest number prevents overflow and underflow of squares.
         rows = users.values[is_record] / largest[is_record, np.newaxis]
         rows /= np.sqrt(np.vecdot(rows, rows) * of_user)[:, np.newaxis]
         return rows, np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
@@ -562,10 +564,10 @@ class SecondMoments(Question):
         spread = sampling_spread(sampling) * np.sqrt(np.minimum(limit, limit[:, np.newaxis]))
         return self.normal_answer(value, noise, spread)
 
-    def _matrix(self, diagonal: FloatVector, above: FloatVector | float) -> FloatMatrix:
+    def _matrix(self, diagonal: FloatVector, upper: FloatVector | float) -> FloatMatrix:
         """Return the symmetric matrix [D, D] that a contribution of these two parts encodes."""
         matrix = np.zeros((self.inputs, self.inputs))
-        matrix[np.triu_indices(self.inputs, 1)] = above / (math.sqrt(2.0) * SHRINK)
+        matrix[np.triu_indices(self.inputs, 1)] = upper / (math.sqrt(2.0) * SHRINK)
         matrix += matrix.T
         np.fill_diagonal(matrix, diagonal / SHRINK)
         return matrix
@@ -575,8 +577,8 @@ class SecondMoments(Question):
 class PrincipalComponents:
     """Directions in which records vary most around zero, from released second moments alone.
 
-    By Weyl's inequality the noise moves no eigenvalue further than its norm, which is `noise_norm`
-    on average. A direction whose moment is not well above it is mostly noise.
+    By Weyl's inequality, noise moves no eigenvalue by more than its norm, which is `noise_norm` on
+    average. A direction whose moment is not well above it is mostly noise.
     """
 
     directions: FloatMatrix  # [D, k], orthonormal columns, the largest moment first

@@ -1,4 +1,4 @@
-"""A survey: its questions, its cohort, the noise of its answers, and the round that asks it."""
+"""A survey: its questions, cohort and noise, and the round that asks the questions."""
 
 import logging
 import math
@@ -40,13 +40,13 @@ _NUMBERS = 1 << 21  # float64 numbers of a chunk of users: 16 MiB
 class Survey:
     """Questions to one cohort, answered together and charged as one round.
 
-    With q = 1 all users are asked, and no error is due to sampling. Questions share the round's
-    privacy equally, or in proportion to positive weights by name: a question with the share ω and
-    the clipping norm S has noise of standard deviation z·S/√ω on its sum.
+    With q = 1 all users are asked, and there is no sampling error. Questions share the round's
+    privacy equally, or in proportion to positive weights by name: a question with share ω and
+    clipping norm S has noise of standard deviation z·S/√ω on its sum.
     """
 
     run: str  # name of the run in the ledger
-    questions: Sequence[Question]  # one or more, of different names
+    questions: Sequence[Question]  # one or more, with different names
     sampling: PoissonSampling
     noise_multiplier: float  # z ≥ 0 of the whole round
     shares: Mapping[str, float] | None = None
@@ -54,14 +54,14 @@ class Survey:
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
-        check_types(sampling=(self.sampling, PoissonSampling))  # which answers assume
+        check_types(sampling=(self.sampling, PoissonSampling))  # as answers assume
         object.__setattr__(self, "questions", tuple(self.questions))
         if not self.run.isprintable() or not self.run or "/" in self.run:
             raise InvalidValueError(f"run is {self.run!r}; it must be a printable name without '/'")
         is_number = self.round == 0 or is_whole(self.round)
         require(is_number, f"round is {self.round!r}; it must be a whole number, 0 or more")
         names = [question.name for question in self.questions]
-        limit = "there must be one or more, of different names"
+        limit = "there must be one or more, with different names"
         require(0 < len(names) == len(set(names)), f"the questions are {names}; {limit}")
         _ = self.event  # checks the noise and the shares
 
@@ -77,11 +77,11 @@ class Survey:
 
     @property
     def event(self) -> RoundEvent:
-        """The event that the survey is charged as."""
+        """The event that is charged for the survey."""
         return self.mechanism.event
 
     def answers(self, average: FloatVector) -> tuple[Answer, ...]:
-        """Return the answers in an average [D] that `mechanism` released: post-processing."""
+        """Return the answers from an average [D] that `mechanism` released: post-processing."""
         query = self.mechanism.query
         parts, stddevs = query.clipping.layout.unflatten(average), query.tensor_stddevs
         return tuple(
@@ -93,7 +93,7 @@ class Survey:
         refuse_shared(users, "whole users are asked")
         users.refuse_broken()
         size, enrolled = users.population, self.sampling.population
-        message = f"the store holds {size} users; the sampling is of {enrolled}"
+        message = f"the store holds {size} users; the sampling is for {enrolled}"
         require(size == enrolled, message)
         for question in self.questions:
             if not isinstance(question.of, str):
@@ -111,10 +111,10 @@ class Survey:
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """The released answers of a survey, safe to show; `answers[name]` is that to one question."""
+    """The released answers of a survey, safe to show; `answers[name]` is one question's answer."""
 
     answers: tuple[Answer, ...]  # in the order of the questions
-    attempt: int  # the attempt at the round that succeeded, from 0
+    attempt: int  # the successful attempt at the round, from 0
     charge_hash: str  # of the round's row in the ledger
 
     def __getitem__(self, question: str) -> Answer:
@@ -170,7 +170,7 @@ def _total_of_chunk(question: Question, users: UserStore, chunk: Positions) -> I
         return question.total(held_by(question, users, chunk))
     except MemoryError:  # a function may return more than its user's data
         if chunk.size == 1:
-            _log.warning("%s: its values take more memory than there is", ZEROED)
+            _log.warning("%s: its values take more memory than is available", ZEROED)
             return np.zeros(question.dimension, np.int64)
     first, second = (_total_of_chunk(question, users, part) for part in np.array_split(chunk, 2))
     return first + second
@@ -178,11 +178,11 @@ def _total_of_chunk(question: Question, users: UserStore, chunk: Positions) -> I
 
 def held_by(question: Question, users: UserStore, positions: Positions) -> UserValues:
     """Return the values of a question's quantity for some users; none if a function fails."""
-    of = question.of
-    if isinstance(of, str):
-        column = UserStore({of: users.fields[of]}, users.offsets).subset(positions)
-        return UserValues(_converted(column.fields[of], question), column.offsets)
-    by_user = [_values_of(of, users.examples_of(user), question) for user in positions.tolist()]
+    source = question.of
+    if isinstance(source, str):
+        column = UserStore({source: users.fields[source]}, users.offsets).subset(positions)
+        return UserValues(_converted(column.fields[source], question), column.offsets)
+    by_user = [_values_of(source, users.examples_of(user), question) for user in positions.tolist()]
     offsets = np.cumsum([0, *map(len, by_user)], dtype=np.int64)
     return UserValues(np.concatenate([_no_values(question), *by_user]), offsets)
 

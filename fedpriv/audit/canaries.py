@@ -2,7 +2,7 @@
 
 An included canary is drawn, clipped, added up and noised like a user. In each round it moves along
 its own unit vector, which a key determines: ten times as far as clipping allows, in each vector
-group of the update. An excluded canary is drawn too, and contributes zero.
+group of the update. An excluded canary is also drawn, but contributes zero.
 
 The directions of a group of d numbers are the rows of orthonormal matrices H·diag(±1), with fresh
 random signs for every d directions. H is block diagonal; its blocks are Hadamard matrices, and
@@ -12,10 +12,10 @@ takes a few operations when its canary is drawn.
 
 Directions change from round to round, at least by random signs. The common part of the users'
 updates could hide a canary with a similar direction in all rounds; with changing directions it
-becomes noise that averages out. For the same reason the model does not move along any canary.
+becomes noise that averages out. For the same reason, the model does not move along any canary.
 
 The evidence that a canary is included is its log-likelihood ratio Λ, given its scores in all rounds
-and public facts. By the lemma of Neyman and Pearson no other statistic separates included canaries
+and public facts. By the Neyman–Pearson lemma, no other statistic separates included canaries
 better. For the rounds of one event it is
 
 * if each of a user's k examples joins each round by a coin (k = 1 if users do),
@@ -61,9 +61,9 @@ Positions = npt.NDArray[np.int64]
 Signs = Callable[[int, int], FloatVector]
 """Maps a round and an attempt to the signs of the canaries' moves, ±1 [m]."""
 
-_NUMBERS = 2**20  # of the vectors that are projected at a time
-_PROBE_NUMBERS = 512  # at most
-_LEAST_LOG_CHANCE = -40.0  # less likely numbers of a user's drawn examples are left out
+_NUMBERS = 2**20  # in the vectors that are projected at a time
+_PROBE_NUMBERS = 512  # most numbers in a probe
+_LEAST_LOG_CHANCE = -40.0  # less likely numbers of a user's drawn examples are omitted
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Directions:
     """Unit vectors of d numbers, one for each of m canaries: functions of a key.
 
     Guarantees: each has length 1, and those of canaries b·d, …, b·d + d − 1 are orthogonal for
-    every b, up to rounding. A direction is zero outside one block of H, which mostly has half or
-    more of the d numbers.
+    every b, up to rounding. A direction is zero outside one block of H, which usually has at least
+    half of the d numbers.
     """
 
     key: bytes = field(repr=False)
@@ -136,17 +136,17 @@ def _signs(random_words: npt.NDArray[np.uint64]) -> Float32Vector:
 
 @dataclass(frozen=True)
 class Canaries:
-    """The canaries of a run: which of them are included, and their directions in each round."""
+    """The canaries of a run: their inclusion, and their directions in each round."""
 
     count: int  # m
     key: bytes = field(repr=False)  # 32 secret bytes
-    # Whether a direction stays the same in all rounds except for its sign; noise that is correlated
-    # over rounds requires it.
+    # Whether directions stay the same in all rounds except for their signs; noise that is
+    # correlated over rounds requires this.
     steady: bool = False
 
     @cached_property
     def included(self) -> Flags:
-        """Whether each canary is included, by fair coins: [m]."""
+        """True for each canary that is included, by fair coins: [m]."""
         return self._coins("included") > 0.0
 
     def signs(self, round_number: int, attempt: int) -> FloatVector:
@@ -170,7 +170,7 @@ class Canaries:
 def audited_groups(clipping: Clipping) -> Iterator[VectorGroup]:
     """Yield the vector groups in which canaries move: of the update, and of control variates.
 
-    Metrics and counts are mostly single numbers, along which all users of a round move together.
+    Metrics and counts are mostly single numbers, which all users of a round move together.
     """
     for group in clipping.sent:
         if not group.tensors[0].startswith(METRIC_PREFIX):
@@ -184,18 +184,18 @@ class Measurement:
     round: int  # from 1
     attempt: int
     part: int  # place of the round in its event, from 0
-    # Projections of the release on the canaries' moves, in units of the term that an included
-    # canary adds to the release when it is drawn: [m].
+    # Projections of the release on the canaries' moves, in units of the term that a drawn and
+    # included canary adds to the release: [m].
     scores: FloatVector
     energy: float  # Σ_g ‖R_g‖²/σ_g² of the released sums R_g
-    dimension: int  # the number of squares in this sum
+    dimension: int  # number of squares in this sum
     probe: FloatVector  # the numbers R_g/σ_g at fixed places
     drawn: Flags | None = None  # whether each canary was drawn, if that is public: [m]
 
 
 @dataclass(frozen=True)
 class Past:
-    """Sums of all releases so far, in units of the standard deviation of noise, by vector group."""
+    """Sums of all releases so far, in units of the noise's standard deviation, by vector group."""
 
     releases: int = 0
     sums: Mapping[str, FloatVector] = field(default_factory=dict)
@@ -206,11 +206,11 @@ class Past:
         If t users' sums have length h and the same direction, each with unit noise, the sum of t
         releases has the squared length t²·h² + t·d. The second term, due to noise, is discounted.
         """
-        before = self.sums.get(name)
-        if before is None or not (squared_length := float(before @ before)):
+        total = self.sums.get(name)
+        if total is None or not (squared_length := float(total @ total)):
             return release
-        share = max(0.0, 1.0 - self.releases * len(before) / squared_length)
-        return release - before * (share * float(release @ before) / squared_length)
+        share = max(0.0, 1.0 - self.releases * len(total) / squared_length)
+        return release - total * (share * float(release @ total) / squared_length)
 
     def with_release(self, name: str, release: FloatVector) -> FloatVector:
         """Return the sum [d] of a group's releases, including one more release [d]."""
@@ -227,10 +227,10 @@ def measure(
     """Measure a release [D] at a round, attempt and part of its event, given the past releases.
 
     In units of its noise, group g of a release contains ±u_g·S_g/σ_g for an included canary that
-    was drawn, with its direction u_g. Noise and the users' sum have the variance v_g along any
-    direction. The score adds up projections on u_g with weights proportional to (S_g/σ_g)/v_g. They
-    minimise the variance, which is z² with noise alone, for a mean score of 1 if the canary is
-    included and drawn, and 0 otherwise. Returns the measurement, and the past with this release.
+    was drawn, with direction u_g. Noise and the users' sum have variance v_g along any direction.
+    The score adds up projections on u_g with weights proportional to (S_g/σ_g)/v_g. They minimise
+    the variance, which is z² with noise alone, for a mean score of 1 if the canary is included and
+    drawn, and 0 otherwise. Returns the measurement, and the past with this release.
     """
     clipping, query = mechanism.clipping, mechanism.query
     layout, (number, attempt, part) = clipping.layout, at
@@ -265,12 +265,12 @@ def check_auditable(sampling: SamplingEvent) -> None:
     if sampling.relation is NeighbouringRelation.REPLACE_ONE:
         raise InvalidValueError(
             f"audit is given and neighbours are {sampling.relation}; they must be "
-            f"{NeighbouringRelation.ADD_OR_REMOVE_ONE}, since a canary is there or is not"
+            f"{NeighbouringRelation.ADD_OR_REMOVE_ONE}, since a canary is included or not"
         )
     if sampling.policy is SamplingPolicy.BANDED_POISSON:
         raise InvalidValueError(
             f"audit is given and sampling.policy is {str(sampling.policy)!r}; it must be another, "
-            "since nobody but the server knows in which group a canary tosses its coins"
+            "since only the server knows in which group a canary tosses its coins"
         )
 
 
@@ -279,8 +279,8 @@ def log_likelihood_ratios(
 ) -> FloatVector:
     """Return Λ of each canary, [m], from measurements of rounds of one plan's event, in order.
 
-    A round that was charged and not released has no measurement and adds nothing; if noise is
-    correlated, the other rounds of its series add nothing either.
+    A round that was charged but not released has no measurement and adds nothing; if noise is
+    correlated, the other rounds of its series do not either.
     """
     sampling, schedule = event.sampling, event.sampling.schedule
     ratios = np.zeros(len(measurements[0].scores) if measurements else 0)

@@ -3,14 +3,14 @@
 Three tests share an error probability of 5%. They refute the ledger if guesses about canaries are
 better than its trade-off function allows (membership), if releases have less energy than the
 charged noise (noise), or if two releases are closer to each other than fresh noise allows
-(freshness). The last two need no canaries; they detect faults of the noise that hardly improve the
-guesses about a canary.
+(freshness). The last two need no canaries; they detect faults of the noise that hardly improve
+guesses about canaries.
 
-For r of m canaries one guesses, from all releases, whether they are included, and c guesses are
-right. If the run is f-DP for each canary, whatever the others are, c is not far above r/2. The test
-of membership is that of Mahloujifar, Melis & Chaudhuri 2024, "Auditing f-Differential Privacy in
-One Run" (arXiv 2410.22235), Algorithm 3 with two choices for each canary. It rejects a true claim
-with probability at most α, for any statistic and any dependence between releases.
+From all releases, r of m canaries are guessed to be included or not, and c guesses are right. If
+the run is f-DP for each canary, for any other canaries, c is not far above r/2. The test of
+membership is that of Mahloujifar, Melis & Chaudhuri 2024, "Auditing f-Differential Privacy in One
+Run" (arXiv 2410.22235), Algorithm 3 with two choices for each canary. It rejects a true claim with
+probability at most α, for any statistic and any dependence between releases.
 """
 
 import math
@@ -31,14 +31,14 @@ from fedpriv.privacy.clipping import Flags
 from fedpriv.privacy.layout import FloatVector
 from fedpriv.support.checks import check_ranges, epsilon_down, epsilon_up, hold_numbers
 
-ERROR = 0.05  # the chance to refute a true claim, or of a bound above the truth
-_NOISE_ERROR = 0.0005  # the part of each test of noise; the test of membership has the rest
-_LARGEST_EPSILON = 40.0  # that guesses are planned for
-_COMPARED = 1000  # number of earlier rounds that a round is compared with
+ERROR = 0.05  # chance of refuting a true claim, or of a bound above the truth
+_NOISE_ERROR = 0.0005  # share of each test of noise; the test of membership has the rest
+_LARGEST_EPSILON = 40.0  # for which guesses are planned
+_COMPARED = 1000  # number of earlier rounds with which a round is compared
 _LARGEST_MU = 32.0
 _STEPS, _ZOOMS = 33, 4  # of a search for μ, with an accuracy of a millionth of the largest
 _SHARES = tuple(0.02 * 1.1**step for step in range(40))  # of canaries to guess about, up to 0.82
-_WORSE = 0.9  # a share with less than this part of the best bound ends the search
+_WORSE = 0.9  # a share whose bound is below this part of the best bound ends the search
 FEWEST_CANARIES = 20  # fewer show little even if all guesses are right
 MOST_CANARIES = 100_000  # these take half a minute to plan, and 1 GB of scores over 1,000 rounds
 
@@ -49,7 +49,7 @@ class Audit:
 
     Canaries are invented users in addition to the real ones. Each is included by a secret coin.
     Included canaries are drawn, clipped, added up and noised like users, and add a little noise to
-    the model: √(q·m/2) clipping norms in a round, for m canaries, compared with z·√D of noise on D
+    the model: for m canaries, √(q·m/2) clipping norms in a round, compared with z·√D of noise on D
     numbers.
     """
 
@@ -64,8 +64,8 @@ class Audit:
 class AuditResult:
     """The result of an audit of one run's releases; it may be published.
 
-    With a confidence of 95%, the run leaks at least as much as (epsilon_low, δ), if its true
-    trade-off function is Gaussian; the verdict needs no such assumption.
+    With 95% confidence, the run leaks at least (epsilon_low, δ), if its true trade-off function is
+    Gaussian; the verdict needs no such assumption.
     """
 
     canaries: int  # m
@@ -77,7 +77,7 @@ class AuditResult:
     verdict_correct: int  # c
     mu_low: float  # μ-GDP is refuted for every smaller μ
     epsilon_low: float  # at `delta`
-    # From normal laws of projections of releases on canaries (Andrew et al. 2023): no bound.
+    # From normal laws of projections of releases on canaries (Andrew et al. 2023); not a bound.
     epsilon_estimate: float | None
     epsilon: float  # the claim: ε of the charges of the run's rounds at `delta`
     delta: float
@@ -89,21 +89,21 @@ class AuditResult:
 
     @property
     def consistent(self) -> bool:
-        """Whether the releases are consistent with the ledger."""
+        """True if the releases are consistent with the ledger."""
         return not self.refutations
 
     @property
     def text(self) -> str:
         """The result in one sentence."""
         low = epsilon_down(self.epsilon_low)
-        claimed = f"claimed ≤ {epsilon_up(self.epsilon)}"
+        claim = f"claimed ≤ {epsilon_up(self.epsilon)}"
         verdict = "consistent" if self.consistent else f"refuted: {', '.join(self.refutations)}"
-        return f"ε ≥ {low} at {1.0 - ERROR:.0%} confidence, {claimed}: {verdict}"
+        return f"ε ≥ {low} at {1.0 - ERROR:.0%} confidence, {claim}: {verdict}"
 
 
 @dataclass(frozen=True)
 class GuessCounts:
-    """Numbers of canaries to guess about; chosen before the run, independently of data."""
+    """Numbers of canaries to guess about, chosen before the run, independently of data."""
 
     epsilon: float  # the planned cost of the run
     bound: int  # guesses for the lower bound: the best number if the run leaks its planned cost
@@ -130,7 +130,7 @@ def conclude(
     delta: float,
     accountant: str,
 ) -> AuditResult:
-    """Return the result of measurements of the rounds of an event and of the charges for them."""
+    """Return the result of an audit from measurements of an event's rounds and their charges."""
     events = merge_equal(charges)
     claim = accountant_named(accountant).epsilon(events, delta).epsilon if events else 0.0
     ratios, sums, included = np.zeros(canaries.count), np.zeros(canaries.count), canaries.included
@@ -139,7 +139,7 @@ def conclude(
         sums = np.sum([measurement.scores for measurement in measurements], axis=0)
     bound, verdict = (right_guesses(ratios, included, r) for r in (counts.bound, counts.verdict))
     mu = least_mu(canaries.count, counts.bound, bound, ERROR) if measurements else 0.0
-    level, fresh, refutations = noise_level(measurements), noise_fresh(measurements), []
+    level, freshness, refutations = noise_level(measurements), noise_fresh(measurements), []
     error = ERROR - 2.0 * _NOISE_ERROR
     if measurements and refutes(
         trade_off(events, accountant), canaries.count, counts.verdict, verdict, error
@@ -150,8 +150,8 @@ def conclude(
         )
     if level < _NOISE_ERROR:
         refutations.append(f"the noise is weaker than charged (p = {level:.1g})")
-    elif fresh < _NOISE_ERROR:  # weak noise also brings releases closer to each other
-        refutations.append(f"noise was used twice (p = {fresh:.1g})")
+    elif freshness < _NOISE_ERROR:  # weak noise also brings releases closer to each other
+        refutations.append(f"noise was used twice (p = {freshness:.1g})")
     return AuditResult(
         canaries=canaries.count,
         included=int(included.sum()),
@@ -166,7 +166,7 @@ def conclude(
         epsilon=claim,
         delta=delta,
         noise_level=level,
-        noise_fresh=fresh,
+        noise_fresh=freshness,
         refutations=tuple(refutations),
         scores=tuple(ratios.tolist()),
         there=tuple(included.tolist()),
@@ -176,9 +176,9 @@ def conclude(
 def noise_level(measurements: Sequence[Measurement]) -> float:
     """Return the p-value of the claim that releases have fresh noise of the charged size.
 
-    A release is a vector of D numbers plus fresh noise, N(0, 1) for each number in units of the
-    charge. So, given all earlier releases, its squared length is stochastically at least χ² with D
-    degrees of freedom, and the sum over rounds at least χ² with the sum of their degrees.
+    In units of the charge, a release is a vector of D numbers plus fresh noise N(0, 1) for each. So
+    given all earlier releases, its squared length is stochastically at least χ² with D degrees of
+    freedom, and the sum over rounds is at least χ² with the sum of their degrees.
     """
     energy = sum(measurement.energy for measurement in measurements)
     return _chi_square_below(energy, sum(m.dimension for m in measurements))
@@ -187,18 +187,18 @@ def noise_level(measurements: Sequence[Measurement]) -> float:
 def noise_fresh(measurements: Sequence[Measurement]) -> float:
     """Return the p-value of the claim that no two of 1,000 consecutive releases share noise.
 
-    Given all earlier releases, the difference of a release from one of them is a vector plus fresh
-    noise, so its squared length is distributed as in `noise_level`. The smallest p-value is
-    multiplied by the number of pairs. Probes of a single number are left out, since rounding alone
-    makes equal ones.
+    Given all earlier releases, the difference between a release and one of them is a vector plus
+    fresh noise, so its squared length is distributed as in `noise_level`. The smallest p-value is
+    multiplied by the number of pairs. Probes of a single number are omitted, since rounding alone
+    can make them equal.
     """
     smallest, pairs = 1.0, 0
     probes = np.array([m.probe for m in measurements if m.probe.size > 1])
     for number in range(1, len(probes)):
-        before = probes[max(0, number - _COMPARED) : number]
-        nearest = float(np.square(before - probes[number]).sum(axis=1).min())
+        earlier = probes[max(0, number - _COMPARED) : number]
+        nearest = float(np.square(earlier - probes[number]).sum(axis=1).min())
         smallest = min(smallest, _chi_square_below(nearest, probes.shape[1]))
-        pairs += len(before)
+        pairs += len(earlier)
     return min(1.0, smallest * pairs) if pairs else 1.0
 
 
@@ -214,10 +214,10 @@ def passes(
     error: float,
     claims: int = 1,
 ) -> Flags:
-    """Return whether claims hold against the guesses, at the error probability α: [claims].
+    """Return whether claims hold against the guesses, at error probability α: [claims].
 
-    `least_false_alarms` maps powers [claims], each for its own claim, to the smallest type I error
-    at which any test may have that power: the inverse of 1 − f.
+    `least_false_alarms` maps powers [claims], one for each claim, to the smallest type I error at
+    which any test may have that power: the inverse of 1 − f.
     """
     m, r, c = canaries, guesses, correct
     # The recursion's bounds on the chances of exactly i right guesses, and of more.
@@ -234,7 +234,7 @@ def refutes(off: TradeOff, canaries: int, guesses: int, correct: int, error: flo
     """Return whether the guesses refute a trade-off function, at this error probability."""
 
     def least_false_alarms(power: FloatVector) -> FloatVector:
-        # f is symmetric: misses as rare as these false alarms make false alarms as rare as misses.
+        # f is its own inverse, so f(1 − power) is the smallest type I error with this power.
         return off.type_two(1.0 - np.minimum(power, 1.0))
 
     return not passes(least_false_alarms, canaries, guesses, correct, error)[0]
@@ -256,7 +256,7 @@ def least_mu(canaries: int, guesses: int, correct: int, error: float) -> float:
 
 
 def epsilon_of_mu(mu: float, delta: float) -> float:
-    """Return the ε of G_μ at δ, never above the truth; 0 if δ is larger than that of ε = 0."""
+    """Return the ε of G_μ at δ, never above the truth; 0 if δ exceeds that of ε = 0."""
     return epsilon_interval(delta, 1.0 / mu)[0] if mu > 0.0 else 0.0
 
 
@@ -268,7 +268,7 @@ def mu_of_epsilon(epsilon: float, delta: float) -> float:
 
 
 def best_guesses(canaries: int, mu: float, error: float) -> int:
-    """Return the even number of guesses, r, with the largest expected bound if G_μ is leaked."""
+    """Return the even number r of guesses with the largest expected bound if G_μ is leaked."""
     best_count, best_bound = 2 * max(1, canaries // 20), 0.0
     for share in _SHARES:
         half = round(canaries * share / 2.0)
@@ -279,9 +279,9 @@ def best_guesses(canaries: int, mu: float, error: float) -> int:
             _share_above, -40.0, _LARGEST_MU + 40.0, args=(mu, 2.0 * half / canaries)
         )
         correct = float(ndtr(mu - threshold)) * canaries  # expected; the bound is interpolated
-        below = math.floor(correct)
-        ends = [least_mu(canaries, 2 * half, min(c, 2 * half), error) for c in (below, below + 1)]
-        bound = ends[0] + (correct - below) * (ends[1] - ends[0])
+        lower = math.floor(correct)
+        ends = [least_mu(canaries, 2 * half, min(c, 2 * half), error) for c in (lower, lower + 1)]
+        bound = ends[0] + (correct - lower) * (ends[1] - ends[0])
         if bound > best_bound:
             best_count, best_bound = 2 * half, bound
         elif bound < _WORSE * best_bound:
@@ -296,7 +296,7 @@ def _share_above(threshold: float, mu: float, share: float) -> float:
 def right_guesses(ratios: FloatVector, included: Flags, guesses: int) -> int:
     """Return how many of an even number r of guesses are right.
 
-    One guesses that the canaries with the r/2 largest ratios are included, the r/2 smallest not.
+    Canaries with the r/2 largest ratios are guessed to be included, with the r/2 smallest not.
     """
     order, half = np.argsort(ratios, kind="stable"), guesses // 2
     return int(included[order[-half:]].sum() + (~included[order[:half]]).sum())
@@ -307,7 +307,7 @@ def estimated_epsilon(sums: FloatVector, included: Flags, delta: float) -> float
 
     The statistic `sums` [m] is the projection of all releases together on a canary's moves. Andrew
     et al. 2023, "One-shot Empirical Privacy Estimation for Federated Learning" (arXiv 2302.03098),
-    fit such laws to its cosine. It is an estimate and no bound. None if a law has no spread.
+    fit such laws to its cosine. It is an estimate, not a bound. None if a law has no spread.
     """
     parts = sums[included], sums[~included]
     if any(len(part) < 2 or np.ptp(part) == 0.0 for part in parts):

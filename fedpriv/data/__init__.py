@@ -1,4 +1,4 @@
-"""Users' data: who the users are, which rows belong to whom, and rows that belong to none.
+"""Users' data: the users, their rows, and held-out rows that belong to no user.
 
 Start with `population`. Loaders make populations, `from_*` functions make stores from arrays,
 tensors and datasets, and the module `partition` deals rows to synthetic users.

@@ -40,14 +40,14 @@ def from_arrays(
     Users are in order of first appearance, and a user's rows keep their order. Rows that are
     grouped already are not copied: do not write to them afterwards.
 
-    If rows have several owners, at most `owners`, each row has a list of ids, in which ids may be
+    If rows have several owners, at most `owners`, each row has a list of ids, which may be
     repeated. A row is stored with its first owner, and the field `ROW_OWNERS` names all owners.
-    DataError: there are such rows and `owners` is not given, or a row has more owners.
+    DataError: a row has more than `owners` owners, or several without `owners`.
 
-    A user with a fault in some row, see `read_column`, is `broken`.
+    A user with a faulty row, see `read_column`, is `broken`.
     """
-    named = {name: read_column(f"field {name!r}", column) for name, column in fields.items()}
-    return from_columns(named, user_ids, owners)
+    columns = {name: read_column(f"field {name!r}", column) for name, column in fields.items()}
+    return from_columns(columns, user_ids, owners)
 
 
 def from_columns(
@@ -58,21 +58,21 @@ def from_columns(
     ids = cast("Array | Sequence[object]", user_ids if plain else as_numpy(user_ids))
     fields = {name: array for name, (array, _) in columns.items()}
     if ROW_OWNERS in fields:
-        raise DataError(f"a field is named {ROW_OWNERS!r}; that name is taken by owners of rows")
+        raise DataError(f"a field is named {ROW_OWNERS!r}; the name is reserved for owners of rows")
     if owners is not None:
         check_count("owners", owners)
     if several_ids(ids):
-        each = [list(dict.fromkeys(np.asarray(row, object).ravel().tolist())) for row in ids]
-        most = _most_owners(each, owners)
-        filled = [own + own[:1] * (most - len(own)) for own in each]
-        table = as_id_array([owner for own in filled for owner in own]).reshape(-1, most)
-        fields |= {ROW_OWNERS: table} if most > 1 else {}
+        by_row = [list(dict.fromkeys(np.asarray(row, object).ravel().tolist())) for row in ids]
+        width = _most_owners(by_row, owners)
+        padded = [row + row[:1] * (width - len(row)) for row in by_row]
+        table = as_id_array([owner for row in padded for owner in row]).reshape(-1, width)
+        fields |= {ROW_OWNERS: table} if width > 1 else {}
         distinct, position = number_ids(table.ravel())
-        position = position.reshape(-1, most)[:, 0]
+        position = position.reshape(-1, width)[:, 0]
     else:
         distinct, position = number_ids(as_id_array(ids))
     store = partition(fields, position, distinct)
-    faults = {row: why for _, wrong in columns.values() for row, why in wrong.items()}
+    faults = {row: why for _, faulty in columns.values() for row, why in faulty.items()}
     if faults:
         place = np.argsort(np.argsort(position, kind="stable"))
         faults = {int(place[row]): why for row, why in faults.items()}
@@ -87,25 +87,25 @@ def several_ids(ids: object) -> bool:
     return isinstance(first, list | tuple | np.ndarray)
 
 
-def _most_owners(each: Sequence[Sequence[object]], owners: int | None) -> int:
+def _most_owners(ids_by_row: Sequence[Sequence[object]], owners: int | None) -> int:
     """Return the largest number of owners of a row; DataError if it is illegal, or one is 0."""
-    sizes = [len(own) for own in each]
+    sizes = [len(ids) for ids in ids_by_row]
     if 0 in sizes:
         raise DataError(f"row {sizes.index(0)} has no user id; each row must have one or more")
-    most = max(sizes, default=1)
-    if most > (owners or 1):
+    size = max(sizes, default=1)
+    if size > (owners or 1):
         raise DataError(
-            f"row {sizes.index(most)} belongs to {most} users and owners is {owners}; it must be "
-            "the most users that a row may belong to"
+            f"row {sizes.index(size)} belongs to {size} users and owners is {owners}; it must be "
+            "the largest number of owners of a row"
         )
-    return most
+    return size
 
 
 def from_grouped(users: Grouped) -> UserStore:
-    """Join users whose rows are grouped already; each id occurs once, and a user may lack rows.
+    """Join users whose rows are grouped; each id occurs once, and a user may have no rows.
 
     A user's rows are fields by name, a pair of inputs x and targets y, or a torch dataset. A user
-    whose rows cannot be read, or have other types or shapes than those of most users, is `broken`.
+    is `broken` if its rows cannot be read, or differ in type or shape from those of most users.
     """
     return from_readers((user_id, partial(columns_of, rows)) for user_id, rows in _by_user(users))
 
@@ -113,33 +113,33 @@ def from_grouped(users: Grouped) -> UserStore:
 def from_readers(users: Iterable[tuple[str, Callable[[], Mapping[str, ColumnLike]]]]) -> UserStore:
     """Join users like `from_grouped`; each function returns a user's fields or raises DataError."""
     parts, broken = dict[str, dict[str, Array]](), dict[str, str]()
-    for user_id, read in users:
+    for user_id, reader in users:
         if user_id in parts:
-            raise DataError(f"user id {user_id!r} comes twice; a user must come once")
+            raise DataError(f"user id {user_id!r} occurs twice; each user must occur once")
         parts[user_id] = {}
         try:
-            parts[user_id] = _arrays_of(read())
+            parts[user_id] = _arrays_of(reader())
         except DataError as error:
             broken[user_id] = str(error)
     if not parts:
         raise DataError("there are no users; a store needs at least one")
-    like = _usual_part([*parts.values()])
-    if broken and not like:
+    usual = _usual_part([*parts.values()])
+    if broken and not usual:
         raise DataError(next(iter(broken.values())))
-    empty = {name: array[:0] for name, array in like.items()}
+    no_rows = {name: array[:0] for name, array in usual.items()}
     for user_id, part in parts.items():
         try:
-            parts[user_id] = _as_others(part, like) if _length(part) else empty
+            parts[user_id] = _as_others(part, usual) if _length(part) else no_rows
         except DataError as error:
-            parts[user_id], broken[user_id] = empty, str(error)
-    joined = {name: np.concatenate([part[name] for part in parts.values()]) for name in like}
+            parts[user_id], broken[user_id] = no_rows, str(error)
+    fields = {name: np.concatenate([part[name] for part in parts.values()]) for name in usual}
     sizes = [_length(part) for part in parts.values()]
-    whys = {n: f"user {i!r}: {broken[i]}" for n, i in enumerate(parts) if i in broken}
-    return UserStore(joined, offsets_of(sizes), as_id_array(list(parts)), whys)
+    reasons = {n: f"user {i!r}: {broken[i]}" for n, i in enumerate(parts) if i in broken}
+    return UserStore(fields, offsets_of(sizes), as_id_array(list(parts)), reasons)
 
 
 def _arrays_of(fields: Mapping[str, ColumnLike]) -> dict[str, Array]:
-    """Return the fields of one user as arrays; DataError for the first fault."""
+    """Return the fields of one user as arrays; DataError at the first fault."""
     arrays = {name: to_array(f"field {name!r}", column) for name, column in fields.items()}
     lengths = {array.shape[:1] for array in arrays.values()}
     if len(lengths) > 1 or () in lengths:
@@ -153,19 +153,19 @@ def _length(part: Mapping[str, Array]) -> int:
 
 def _usual_part(parts: Sequence[dict[str, Array]]) -> dict[str, Array]:
     """Return fields that have the names, types and shapes of most fields with rows."""
-    filled = [part for part in parts if _length(part)] or [part for part in parts if part] or [{}]
+    usable = [part for part in parts if _length(part)] or [part for part in parts if part] or [{}]
     forms = [
         tuple(sorted((name, array.dtype.kind, array.shape[1:]) for name, array in part.items()))
-        for part in filled
+        for part in usable
     ]
-    return filled[forms.index(Counter(forms).most_common(1)[0][0])]
+    return usable[forms.index(Counter(forms).most_common(1)[0][0])]
 
 
-def _as_others(part: dict[str, Array], others: Mapping[str, Array]) -> dict[str, Array]:
-    """Return a user's fields in the types of others'; DataError unless only integers differ."""
-    if part.keys() != others.keys():
-        raise DataError(f"the fields are {sorted(part)}; most users have {sorted(others)}")
-    for name, like in others.items():
+def _as_others(part: dict[str, Array], usual: Mapping[str, Array]) -> dict[str, Array]:
+    """Return a user's fields in the usual types; DataError if more than integers must change."""
+    if part.keys() != usual.keys():
+        raise DataError(f"the fields are {sorted(part)}; most users have {sorted(usual)}")
+    for name, like in usual.items():
         if like.dtype.kind == "f" and part[name].dtype.kind in "biu":
             part = {**part, name: part[name].astype(like.dtype)}
         check_like(f"field {name!r}", part[name], "most users have", like)
@@ -180,5 +180,5 @@ def _by_user(users: Grouped) -> Iterator[tuple[str, Rows]]:
         kind = f"users are a {type(users).__name__}"
         raise DataError(f"{kind}; they must be a table of rows by id, or a list of rows")
     for position, entry in enumerate(users):
-        named = isinstance(entry, tuple) and isinstance(entry[0], str | int | np.integer)
-        yield cast("tuple[str, Rows]", entry if named else (position, entry))
+        has_id = isinstance(entry, tuple) and isinstance(entry[0], str | int | np.integer)
+        yield cast("tuple[str, Rows]", entry if has_id else (position, entry))

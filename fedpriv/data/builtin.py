@@ -1,7 +1,7 @@
 """Populations that come with fedpriv: DIGITS, dealt to users, and Gaussian classes of any size.
 
 digits.npz holds the test part of "Optical Recognition of Handwritten Digits" (E. Alpaydin and
-C. Kaynak 1998, UCI Machine Learning Repository, CC BY 4.0), as scikit-learn has it, too.
+C. Kaynak 1998, UCI Machine Learning Repository, CC BY 4.0), as scikit-learn does.
 """
 
 from collections.abc import Sequence
@@ -32,13 +32,13 @@ def load_digits(
 ) -> Population:
     """Deal the training images of DIGITS to synthetic users, about five images each.
 
-    Of the 1,797 images sorted by digit every fifth, from the first, is a test image, 360 in all and
-    the same for every seed; its writer is unknown, and may have written images that train. The
+    Every fifth of the 1,797 images sorted by digit, from the first, is a test image: 360 images,
+    the same for every seed. Their writers are unknown, and may have written training images. The
     partition is "iid", "dirichlet" (with `alpha`) or "shards" (with `shards_per_user`), see
     `fedpriv.data.partition`; x is float32 [rows, 1, 8, 8] in [0, 1] and y int64 [rows] in 0..9.
     """
-    given = {"dirichlet": ("alpha", alpha), "shards": ("shards_per_user", shards_per_user)}
-    for needed_by, (name, value) in given.items():
+    settings = {"dirichlet": ("alpha", alpha), "shards": ("shards_per_user", shards_per_user)}
+    for needed_by, (name, value) in settings.items():
         if (value is not None) != (partition == needed_by):
             raise InvalidValueError(f"{name} is {value}; it must be given for {needed_by!r} alone")
     digits = read_npz(_DIGITS)
@@ -48,18 +48,18 @@ def load_digits(
     train = np.setdiff1d(np.arange(len(y)), test)
     test.sort()
     if alpha is not None:
-        how = f"dirichlet alpha {alpha}"
+        description = f"dirichlet alpha {alpha}"
         user_of_row = partitioners.dirichlet(y[train], users, alpha, seed)
     elif shards_per_user is not None:
-        how = f"{shards_per_user} shards per user"
+        description = f"{shards_per_user} shards per user"
         user_of_row = partitioners.shards(y[train], users, shards_per_user, seed)
     elif partition == "iid":
-        how, user_of_row = "iid", partitioners.iid(len(train), users, seed)
+        description, user_of_row = "iid", partitioners.iid(len(train), users, seed)
     else:
-        legal = known_names(str(partition), ["iid", "dirichlet", "shards"])
-        raise InvalidValueError(f"unknown partition {partition!r}; {legal}")
+        hint = known_names(str(partition), ["iid", "dirichlet", "shards"])
+        raise InvalidValueError(f"unknown partition {partition!r}; {hint}")
     store = partitioners.partition({"x": x[train], "y": y[train]}, user_of_row)
-    name = f"digits: {users} users, {how}, seed {seed}"
+    name = f"digits: {users} users, {description}, seed {seed}"
     return Population(name, store, {"x": x[test], "y": y[test]})
 
 
@@ -76,7 +76,7 @@ def synthetic_population(
 
     With d the number of components of x: class means m_k are uniform on the sphere of radius 4 in
     R^d, a user's shift is s_u ~ N(0, 0.25·I_d), the same for all its rows, noise ~ N(0, I_d), and
-    labels are uniform. Each test row has a shift of its own, as if it came from an unseen user.
+    labels are uniform. Each test row has its own shift, as if it came from an unseen user.
 
     A user has `examples_per_user` rows, or a uniform number in (low, high), low ≥ 0. The result is
     fixed by the seed: x float32 [rows, *shape] and y int64 [rows] in 0..classes - 1.
@@ -86,23 +86,23 @@ def synthetic_population(
     check_count("test_rows", test_rows)
     check_types(shape=(shape, Sequence))
     sides = tuple(check_count("each side of shape", side) for side in shape)
-    size = examples_per_user
-    if isinstance(size, Sequence) and len(size) != 2:
-        legal = "a whole number or a pair (low, high)"
-        raise InvalidValueError(f"examples_per_user is {size!r}; it must be {legal}")
-    if isinstance(size, Sequence):
-        low = check_count("low of examples_per_user", size[0], least=0)
-        high = check_count("high of examples_per_user", size[1], least=max(low, 1))
+    sizes = examples_per_user
+    if isinstance(sizes, Sequence) and len(sizes) != 2:
+        limit = "a whole number or a pair (low, high)"
+        raise InvalidValueError(f"examples_per_user is {sizes!r}; it must be {limit}")
+    if isinstance(sizes, Sequence):
+        low = check_count("low of examples_per_user", sizes[0], least=0)
+        high = check_count("high of examples_per_user", sizes[1], least=max(low, 1))
     else:
-        low = high = check_count("examples_per_user", size)
+        low = high = check_count("examples_per_user", sizes)
     rng = np.random.default_rng(check_count("seed", seed, least=0))
     means = rng.standard_normal((classes, int(np.prod(sides))), dtype=np.float32)
     means *= _CLASS_RADIUS / np.linalg.norm(means, axis=1, keepdims=True)
     offsets = offsets_of(rng.integers(low, high, size=users, endpoint=True))
     store = UserStore(_draw(rng, means, offsets, sides), offsets)
     test = _draw(rng, means, np.arange(test_rows + 1), sides)
-    each = f"{low}" if low == high else f"{low} to {high}"
-    rows = f"{each} examples of shape {'x'.join(map(str, sides))}, {classes} classes"
+    size = f"{low}" if low == high else f"{low} to {high}"
+    rows = f"{size} examples of shape {'x'.join(map(str, sides))}, {classes} classes"
     return Population(f"synthetic: {users} users, {rows}, seed {seed}", store, test)
 
 

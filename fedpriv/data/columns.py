@@ -1,7 +1,7 @@
 """Turns lists, arrays, tensors, frames and torch datasets into arrays that a model can train on.
 
-A frame is anything with named columns, as in pandas, polars and pyarrow. Neither these packages nor
-torch are imported.
+A frame is any object with named columns, as in pandas, polars and pyarrow. Neither these packages
+nor torch are imported.
 """
 
 import math
@@ -19,14 +19,14 @@ from fedpriv.errors import DataError, InvalidValueError, known_names
 Array: TypeAlias = NDArray[np.generic]
 Fields: TypeAlias = Mapping[str, Array]  # by field name; the first axis of each is the rows
 Classes: TypeAlias = Sequence[str | int | float | bool]
-"""Labels; a label's place in the list, from 0, is its number."""
+"""Labels; a label's number is its place in the list, from 0."""
 Faults: TypeAlias = dict[int, str]
-"""By number of a row: a sentence that says what is wrong with it, and states no values."""
+"""By row number: a sentence that says what is wrong with the row, without its values."""
 
 
 @runtime_checkable
 class _Tensor(Protocol):
-    # The part of torch.Tensor that is used here.
+    # The part of torch.Tensor that this module uses.
     def detach(self) -> Self: ...
     def cpu(self) -> Self: ...
     def numpy(self) -> Array: ...
@@ -44,11 +44,11 @@ class _Frame(Protocol):
 
 
 ColumnLike: TypeAlias = Array | _Tensor | Sequence[object] | _Frame | Mapping[Any, Any]
-"""The values of a field, [rows, ...]; a table has several columns of numbers."""
+"""The values of a field, [rows, ...]; a table holds several columns of numbers."""
 Rows: TypeAlias = (
     Mapping[str, ColumnLike] | tuple[ColumnLike | Mapping[str, ColumnLike], ColumnLike] | _Dataset
 )
-"""Rows with all their fields: by name, as a pair of inputs and targets, or as a dataset."""
+"""Rows with all their fields: fields by name, a pair of inputs and targets, or a dataset."""
 
 _NUMBERS = (int, float, np.number, np.bool_)
 _NESTED = (list, tuple, np.ndarray, _Tensor)
@@ -59,9 +59,9 @@ _Any = TypeVar("_Any")
 
 
 def columns_of(rows: Rows, what: str = "rows") -> dict[str, ColumnLike]:
-    """Return the fields of rows by name; a pair has inputs, named x unless they have names, and y.
+    """Return the fields of rows by name; a pair is inputs, named x if they have no names, and y.
 
-    Items of a dataset are such pairs, or have fields by name; a dataset without items has no field.
+    Items of a dataset are such pairs or fields by name; a dataset without items has no fields.
     """
     if isinstance(rows, Mapping):
         return dict(rows)
@@ -73,10 +73,10 @@ def columns_of(rows: Rows, what: str = "rows") -> dict[str, ColumnLike]:
         kind = f"a {type(rows).__name__} of {len(rows)}"
         raise DataError(f"{what} cannot be read from {kind}; give a pair: inputs and targets")
     inputs, targets = rows
-    named = dict(inputs) if isinstance(inputs, Mapping) else {"x": inputs}
-    if "y" in named:
-        raise DataError("an input is named 'y'; it must have another name than the targets")
-    return {**named, "y": _only_column(targets)}
+    fields = dict(inputs) if isinstance(inputs, Mapping) else {"x": inputs}
+    if "y" in fields:
+        raise DataError("an input is named 'y'; only the targets may have that name")
+    return {**fields, "y": _only_column(targets)}
 
 
 def _columns_of_items(what: str, dataset: _Dataset) -> dict[str, ColumnLike]:
@@ -114,12 +114,12 @@ def _usual(kinds: Iterable[_Any]) -> _Any:
 
 
 def as_numpy(column: Any) -> Array:
-    """Return an array or tensor, without a copy if possible, or what NumPy makes of a value."""
+    """Return a value as a NumPy array, without a copy if possible."""
     if not isinstance(column, _Tensor):
         return np.asarray(column)
     tensor: Any = column.detach().cpu()
-    kept = "bfloat16" not in str(tensor.dtype)  # which NumPy lacks
-    return np.asarray((tensor if kept else tensor.float()).numpy())
+    in_numpy = "bfloat16" not in str(tensor.dtype)
+    return np.asarray((tensor if in_numpy else tensor.float()).numpy())
 
 
 def to_array(what: str, column: ColumnLike) -> Array:
@@ -130,7 +130,7 @@ def to_array(what: str, column: ColumnLike) -> Array:
 
 
 def refuse_faults(faults: Faults, rows: Array) -> None:
-    """Raise DataError for the first fault, if there is one."""
+    """Raise DataError for the first fault, if any."""
     for row in sorted(faults):
         raise DataError(
             f"{faults[row]}, in row {row}; {len(faults)} of {len(rows)} rows have such faults: "
@@ -146,19 +146,19 @@ def read_column(what: str, column: ColumnLike, *, gaps: bool = False) -> tuple[A
     table become one array float32 [rows, columns], in which missing numbers are NaN. Data are
     copied only if they change. DataError: the column as a whole cannot be read.
 
-    A row has a fault if one of its values is missing, has another kind or shape than most values,
-    or exceeds 63 bits. The array holds another value in its place, so that it decides neither the
-    type nor the shape of the column. A missing number is NaN, and no fault, if some number is a
-    float, or with `gaps`.
+    A row has a fault if one of its values is missing, differs from most values in kind or shape, or
+    exceeds 63 bits. The array holds another value in its place, so it affects neither the type nor
+    the shape of the column. With `gaps`, or if some number is a float, a missing number is NaN and
+    not a fault.
     """
-    table = columns_by_name(column) if is_frame(column) else column
-    if isinstance(table, Mapping):
-        return _read_table(what, table)
+    named_columns = columns_by_name(column) if is_frame(column) else column
+    if isinstance(named_columns, Mapping):
+        return _read_table(what, named_columns)
     refuse_masked(what, column)
     try:
         array = as_numpy(column)
         if array.dtype.kind in "UT" and not isinstance(column, np.ndarray):
-            array = np.array(column, object)  # NumPy would turn numbers among texts into text
+            array = np.array(column, object)  # NumPy would turn numbers among text into text
     except (TypeError, ValueError) as error:
         if not isinstance(column, Sequence):
             raise DataError(f"{what} cannot be an array: {error}") from error
@@ -184,7 +184,7 @@ def read_column(what: str, column: ColumnLike, *, gaps: bool = False) -> tuple[A
 
 
 def _of_objects(what: str, objects: Array, *, gaps: bool) -> tuple[Array, Faults]:
-    """Return objects as numbers, text or arrays, as most of them are, and the faults of others."""
+    """Return objects as numbers, text or arrays, whichever most are, and the faults of others."""
     if objects.ndim == 0:
         value = objects.item()
         cure = "its toarray()" if hasattr(value, "toarray") else "an array, a tensor or a list"
@@ -192,14 +192,14 @@ def _of_objects(what: str, objects: Array, *, gaps: bool) -> tuple[Array, Faults
         raise DataError(f"{what} is a {type_name}; give {cure}, with a value for each row")
     values = objects.ravel().tolist()
     kinds = [_kind_of(value) for value in values]
-    legal = [kind for kind in kinds if isinstance(kind, type | tuple)]
-    if values and not legal:
+    valid_kinds = [kind for kind in kinds if isinstance(kind, type | tuple)]
+    if values and not valid_kinds:
         if hasattr(values[0], "isoformat"):  # a date, or a time with its zone
             raise DataError(_TIMES.format(what))
         cure = "give numbers, as astype(float) makes, or text for classes"
         raise DataError(f"{what} has {kinds[0]} in all {len(objects)} rows; {cure}")
-    usual = _usual(legal) if legal else float
-    faults, legal_place = Faults(), kinds.index(usual) if legal else 0
+    usual = _usual(valid_kinds) if valid_kinds else float
+    faults, valid_place = Faults(), kinds.index(usual) if valid_kinds else 0
     numbers = (value for value, kind in zip(values, kinds, strict=True) if kind is float)
     gaps = usual is float and (gaps or any(isinstance(n, float | np.floating) for n in numbers))
     for place, kind in enumerate(kinds):
@@ -209,16 +209,16 @@ def _of_objects(what: str, objects: Array, *, gaps: bool) -> tuple[Array, Faults
             row = place * len(objects) // len(values)
             pad = "; pad or crop it" if isinstance(kind, tuple) else ""
             faults[row] = f"{what} has {_named(kind)}, where most values are {_named(usual)}{pad}"
-            values[place] = values[legal_place]
+            values[place] = values[valid_place]
     if not isinstance(usual, tuple):
         return np.array(values, np.str_ if usual is str else None).reshape(objects.shape), faults
     stacked = np.stack([as_numpy(value) for value in values])
-    array, inner = read_column(what, stacked.reshape(*objects.shape, *usual))
-    return array, inner | faults
+    array, inner_faults = read_column(what, stacked.reshape(*objects.shape, *usual))
+    return array, inner_faults | faults
 
 
 def _kind_of(value: object) -> type | tuple[int, ...] | str:
-    """Return float for any number, str for text, an array's shape, or what is wrong."""
+    """Return float for any number, str for text, an array's shape, or a fault."""
     if type(value).__name__ in _MISSING or (isinstance(value, float) and math.isnan(value)):
         return _NO_VALUE
     if isinstance(value, int | np.integer) and not -(2**63) <= int(value) < 2**63:
@@ -241,11 +241,11 @@ def _named(kind: type | tuple[int, ...] | str) -> str:
 def refuse_masked(what: str, column: object) -> None:
     """Raise DataError for a masked array, since its missing values are numbers in memory."""
     if np.ma.isMaskedArray(column):
-        raise DataError(f"{what} is a masked array; fill what is missing, or leave out these rows")
+        raise DataError(f"{what} is a masked array; fill missing values, or leave out these rows")
 
 
 def refuse_missing(what: str, array: Array) -> None:
-    """Raise DataError if numbers are infinite, or NaN, as missing numbers of a frame are."""
+    """Raise DataError if numbers are infinite or NaN, as missing numbers of a frame are."""
     if array.dtype.kind == "f":
         rows, *others = np.nonzero(~np.isfinite(cast(NDArray[np.floating[Any]], array)))
         if len(rows) and array.shape[1:] > (1,):
@@ -255,17 +255,17 @@ def refuse_missing(what: str, array: Array) -> None:
 
 def is_frame(table: object) -> TypeGuard[_Frame]:
     """Return whether an object has named columns, as frames of pandas, polars and pyarrow do."""
-    named = hasattr(table, "columns") or hasattr(table, "column_names")
-    if not named or not hasattr(table, "__getitem__") or isinstance(table, Mapping):
+    has_names = hasattr(table, "columns") or hasattr(table, "column_names")
+    if not has_names or not hasattr(table, "__getitem__") or isinstance(table, Mapping):
         return False
-    # A dataset of torch may have any attributes.
+    # A torch dataset may have any attributes.
     return not any(kind.__module__.startswith("torch.utils.data") for kind in type(table).__mro__)
 
 
 def columns_by_name(frame: _Frame) -> dict[Hashable, ColumnLike]:
-    """Return the columns of a frame in their order; DataError if two have one name."""
-    listed = getattr(frame, "column_names", None)
-    names = list(getattr(frame, "columns", ()) if listed is None else listed)
+    """Return the columns of a frame in order; DataError if two have the same name."""
+    column_names = getattr(frame, "column_names", None)
+    names = list(getattr(frame, "columns", ()) if column_names is None else column_names)
     for name in names:
         if names.count(name) > 1:
             raise DataError(f"two columns are named {name!r}; each must have its own name")
@@ -273,7 +273,7 @@ def columns_by_name(frame: _Frame) -> dict[Hashable, ColumnLike]:
 
 
 def _only_column(targets: ColumnLike) -> ColumnLike:
-    """Return the only column of a frame that has a single one, and anything else as it is."""
+    """Return the column of a frame with a single one, and anything else unchanged."""
     columns = list(columns_by_name(targets).values()) if is_frame(targets) else []
     return columns[0] if len(columns) == 1 else targets
 
@@ -281,9 +281,9 @@ def _only_column(targets: ColumnLike) -> ColumnLike:
 def _read_table(what: str, columns: Mapping[Hashable, ColumnLike]) -> tuple[Array, Faults]:
     """Read columns of numbers or booleans, [rows]; DataError names those of text or categories."""
     if not columns:
-        raise DataError(f"{what} is made of no columns; there must be at least one")
-    read = {n: read_column(f"column {n!r}", each, gaps=True) for n, each in columns.items()}
-    arrays = {name: array for name, (array, _) in read.items()}
+        raise DataError(f"{what} has no columns; it must have at least one")
+    pairs = {n: read_column(f"column {n!r}", column, gaps=True) for n, column in columns.items()}
+    arrays = {name: array for name, (array, _) in pairs.items()}
     texts = [
         name
         for name, array in arrays.items()
@@ -295,24 +295,24 @@ def _read_table(what: str, columns: Mapping[Hashable, ColumnLike]) -> tuple[Arra
         if array.ndim != 1 or array.dtype.kind == "c":
             shape = f"{array.dtype}{list(array.shape[1:])}"
             raise DataError(f"column {name!r} of {what} has {shape} per row; it must be one number")
-    faults = {row: why for _, wrong in read.values() for row, why in wrong.items()}
+    faults = {row: why for _, faulty in pairs.values() for row, why in faulty.items()}
     return np.stack([*arrays.values()], axis=1).astype(np.float32), faults
 
 
 def _about_text(names: Sequence[Hashable], first: Array) -> str:
-    """Return why columns cannot be inputs of a model, and the cure."""
+    """Return why columns cannot be inputs of a model, and a cure."""
     if (point := _numbers_as_text(first)) is not None:
-        how = "decimal=',' of pd.read_csv" if point == "," else f"df[{names[0]!r}].astype(float)"
-        return f"column {names[0]!r} holds numbers as text; turn it into numbers, as {how} does"
-    which = f"column {names[0]!r} holds" if len(names) == 1 else f"columns {names} hold"
+        cure = "decimal=',' of pd.read_csv" if point == "," else f"df[{names[0]!r}].astype(float)"
+        return f"column {names[0]!r} holds numbers as text; turn it into numbers, as {cure} does"
+    subject = f"column {names[0]!r} holds" if len(names) == 1 else f"columns {names} hold"
     return (
-        f"{which} text or categories; a model needs numbers, as "
+        f"{subject} text or categories; a model needs numbers, as "
         f"pd.get_dummies(df, columns={names}) makes, or codes of categories for an embedding"
     )
 
 
 def _numbers_as_text(texts: Array) -> str | None:
-    """Return the decimal mark of texts that are all numbers, "." by default; None for others."""
+    """Return the decimal mark if all texts are numbers, "." by default; None otherwise."""
     distinct = np.unique(texts).astype(np.str_).tolist() if texts.dtype.kind in "US" else []
     try:
         for text in distinct:
@@ -323,13 +323,13 @@ def _numbers_as_text(texts: Array) -> str | None:
 
 
 def categories_of(column: object) -> list[Any] | None:
-    """Return the categories of a categorical column in their order; None for other columns."""
+    """Return the categories of a categorical column in order; None for other columns."""
     chunks = column.unify_dictionaries().chunks if hasattr(column, "unify_dictionaries") else []
     dictionary = getattr(chunks[0] if chunks else column, "dictionary", None)  # of pyarrow
-    kinds = getattr(getattr(column, "dtype", None), "categories", dictionary)
-    if kinds is None or not hasattr(kinds, "__iter__"):
+    categories = getattr(getattr(column, "dtype", None), "categories", dictionary)
+    if categories is None or not hasattr(categories, "__iter__"):
         return None
-    return [kind for kind in as_numpy(kinds).tolist() if str(kind).strip()]
+    return [category for category in as_numpy(categories).tolist() if str(category).strip()]
 
 
 @dataclass(frozen=True)
@@ -355,18 +355,18 @@ class FrameRows:
         """Find the columns that `Population.from_frame` names; `user` may be None."""
         if not is_frame(frame):
             kind = f"{what} is a {type(frame).__name__}"
-            raise DataError(f"{kind}; it must be a table with named columns, as of pandas")
+            raise DataError(f"{kind}; it must be a table with named columns, as pandas has")
         columns = columns_by_name(frame)
-        others = [*_listed(y), *([] if user is None else [user])]
-        inputs = [name for name in columns if name not in (*others, *by)] if x is None else x
-        for name in (*_listed(inputs), *others, *by):
+        reserved = [*_listed(y), *([] if user is None else [user])]
+        inputs = [name for name in columns if name not in (*reserved, *by)] if x is None else x
+        for name in (*_listed(inputs), *reserved, *by):
             if name not in columns:
-                known = known_names(str(name), map(str, columns))
-                raise DataError(f"{what} has no column {name!r}; {known}")
-            if name in others and name in _listed(inputs):
-                raise DataError(f"column {name!r} is an input and y or user; it must be one")
+                hint = known_names(str(name), map(str, columns))
+                raise DataError(f"{what} has no column {name!r}; {hint}")
+            if name in reserved and name in _listed(inputs):
+                raise DataError(f"column {name!r} is an input and y or user; it must be only one")
             if name in by and str(name) in ("x", "y") and name != y:
-                raise DataError(f"by names a column {name!r}; it must have a name but 'x' and 'y'")
+                raise DataError(f"by names a column {name!r}; its name must not be 'x' or 'y'")
         ids = np.empty(0, np.int64) if user is None else as_numpy(columns[user])
         values: ColumnLike = {name: columns[name] for name in _listed(inputs)}
         if not isinstance(inputs, list):
@@ -379,17 +379,17 @@ class FrameRows:
 
 
 def split_frame(frame: Any, ids: Array, share: float, seed: int) -> tuple[Any, Any]:
-    """Return the rows of most users, and those of a share of the users in (0, 1), drawn by seed."""
+    """Return the rows of enrolled users, and those of a share of users in (0, 1), drawn by seed."""
     distinct = np.unique(ids)
-    drawn = round(share * len(distinct))
-    if not 0 < drawn < len(distinct):
+    count = round(share * len(distinct))
+    if not 0 < count < len(distinct):
         raise InvalidValueError(
-            f"held_out is {share!r}, {drawn} of {len(distinct)} users; it must be a share in "
+            f"held_out is {share!r}, {count} of {len(distinct)} users; it must be a share in "
             "(0, 1) that leaves a user on each side"
         )
-    apart = np.isin(ids, np.random.default_rng(seed).permutation(distinct)[:drawn])
-    of = frame.loc.__getitem__ if hasattr(frame, "loc") else frame.filter
-    return of(~apart), of(apart)
+    is_held_out = np.isin(ids, np.random.default_rng(seed).permutation(distinct)[:count])
+    select = frame.loc.__getitem__ if hasattr(frame, "loc") else frame.filter
+    return select(~is_held_out), select(is_held_out)
 
 
 def _listed(names: Hashable | list[Hashable]) -> list[Hashable]:
@@ -402,14 +402,14 @@ def numbered(
     """Return users' and held-out fields as numbers, the names of classes in y, and users' faults.
 
     The number of a label is its place in `classes`, by default the sorted list of all texts in both
-    fields y. If classes are texts and labels are integers, the labels stay and the texts are their
-    names. A user's label is a fault if it is missing, as empty text is, or outside the list, or a
-    fraction where held-out labels are whole. DataError names a field with other text, or a held-out
-    field with missing values or labels outside the list.
+    fields y. If classes are texts and labels are integers, labels do not change, and the texts are
+    their names. A user's label is a fault if it is missing (empty text is), outside the list, or a
+    fraction although held-out labels are whole. DataError names a field with other text, or a
+    held-out field with missing values or labels outside the list.
     """
     for place, fields in (("", users), ("held-out ", test)):
         for name, field in fields.items():
-            if name not in users:  # it groups held-out rows, and is no input
+            if name not in users:  # it groups held-out rows, and is not an input
                 continue
             what = f"{place}field {name!r}"
             if name != "y" and field.dtype.kind in "US":
@@ -418,7 +418,7 @@ def numbered(
                 refuse_missing(what, field)
     users, test, faults = dict(users), dict(test), Faults()
     labels = [fields["y"] for fields in (users, test) if "y" in users.keys() & fields.keys()]
-    texts = [each for each in labels if each.dtype.kind in "US"]
+    texts = [column for column in labels if column.dtype.kind in "US"]
     if classes is None and texts:
         classes = [text for text in np.unique(np.concatenate(texts)).tolist() if text.strip()]
         if _numbers_as_text(np.array(classes)) is not None:
@@ -430,23 +430,23 @@ def numbered(
     if labels and labels[0].dtype.kind == "f":
         users["y"], faults = _as_held_out(labels[0], labels[-1])
     if classes is not None and labels:
-        users["y"], wrong = _places(users["y"], classes)
-        faults = wrong | faults
+        users["y"], label_faults = _places(users["y"], classes)
+        faults = label_faults | faults
     if classes is not None and len(labels) > 1:
-        test["y"], wrong = _places(test["y"], classes)
-        refuse_faults(wrong, test["y"])
+        test["y"], label_faults = _places(test["y"], classes)
+        refuse_faults(label_faults, test["y"])
     return users, test, names, faults
 
 
-def _as_held_out(labels: Any, like: Array) -> tuple[Array, Faults]:
-    """Return float labels, in the type of held-out ones `like` if these are whole, and faults."""
-    whole = like.dtype.kind in "biu"  # float32 holds every whole number up to 2²⁴
-    kind, most = (like.dtype, 2**24) if whole else (labels.dtype, math.inf)
+def _as_held_out(labels: Any, held_out: Array) -> tuple[Array, Faults]:
+    """Return float labels, in the type of held-out labels if those are whole, and faults."""
+    whole = held_out.dtype.kind in "biu"  # float32 holds every whole number up to 2²⁴
+    kind, largest = (held_out.dtype, 2**24) if whole else (labels.dtype, math.inf)
     with np.errstate(invalid="ignore"):
-        read = labels.astype(kind, copy=False)
-    wrong = np.nonzero((read != labels) | (np.abs(labels) > most))[0]
-    other = ", or a fraction or a number beyond 24 bits where held-out labels are whole"
-    return read, dict.fromkeys(wrong.tolist(), f"field 'y' has {_NO_VALUE}{other if whole else ''}")
+        array = labels.astype(kind, copy=False)
+    rows = np.nonzero((array != labels) | (np.abs(labels) > largest))[0]
+    other = ", or a fraction or a number beyond 24 bits, while held-out labels are whole"
+    return array, dict.fromkeys(rows.tolist(), f"field 'y' has {_NO_VALUE}{other if whole else ''}")
 
 
 def checked_classes(classes: object) -> tuple[str, ...]:
@@ -456,30 +456,30 @@ def checked_classes(classes: object) -> tuple[str, ...]:
     names = tuple(map(str, classes))
     if not names or len({name.strip() for name in names}) < len(names):
         raise DataError(
-            f"classes are {list(names)}; there must be at least one, each once, and not again with "
-            "other spaces at its ends, which str.strip() of labels takes away"
+            f"classes are {list(names)}; there must be at least one, each once, and two must not "
+            "differ only in spaces at their ends, which str.strip() of labels removes"
         )
     return names
 
 
 def _places(labels: Array, classes: Classes) -> tuple[Array, Faults]:
-    """Return the places of labels among the classes, 0 for labels at fault, and the faults.
+    """Return the places of labels among the classes, 0 for faulty labels, and the faults.
 
-    Numbers are places already if classes are texts; a task may ignore negative ones.
+    If classes are texts, numbers are places already; a task may ignore negative numbers.
     """
     why = f"field 'y' has no label, or one that is none of the classes {[*classes]}"
     if labels.dtype.kind not in "US" and all(isinstance(label, str) for label in classes):
-        beyond = cast(NDArray[np.int64], labels) >= len(classes)
-        return labels, dict.fromkeys(np.nonzero(beyond)[0].tolist(), f"{why}, numbered from 0")
+        is_beyond = cast(NDArray[np.int64], labels) >= len(classes)
+        return labels, dict.fromkeys(np.nonzero(is_beyond)[0].tolist(), f"{why}, numbered from 0")
     distinct, inverse = np.unique(labels, return_inverse=True)
     place_of = {label: place for place, label in enumerate(classes)}
-    found = np.array([place_of.get(label, -1) for label in distinct.tolist()], np.int64)
-    places = found[inverse].reshape(labels.shape)
+    place_by_label = np.array([place_of.get(label, -1) for label in distinct.tolist()], np.int64)
+    places = place_by_label[inverse].reshape(labels.shape)
     return places.clip(min=0), dict.fromkeys(np.nonzero(places < 0)[0].tolist(), why)
 
 
 def read_npz(path: Path) -> dict[str, Array]:
-    """Read all arrays of a file by name; nothing is unpickled, and errors quote no content."""
+    """Read all arrays of a file by name, without unpickling; errors quote no content."""
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             arrays = dict(file.items())

@@ -1,7 +1,7 @@
 """Users from Hugging Face datasets: a column names them, or a partitioner deals rows to them.
 
-Datasets are local files, which are read without fetching or writing anything, or have names on the
-Hugging Face hub, and then come from the hub or from the cache of the package `datasets`.
+A dataset is in local files, which are read without fetching or writing anything; or it has a name
+on the Hugging Face hub, and comes from the hub or from the cache of the package `datasets`.
 """
 
 import csv
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pyarrow import Table
 
 ColumnNames: TypeAlias = Mapping[str, str | Sequence[str]]
-"""By field of a store: the column of the dataset, or the columns of its components, all numbers."""
+"""By field of a store: a column of the dataset, or columns of numbers, one for each component."""
 
 DEFAULT_COLUMNS: ColumnNames = {"x": "image", "y": "label"}
 _ROW = "fedpriv.row"
@@ -55,21 +55,20 @@ def from_dataset(
 ) -> UserStore:
     """Group the rows of a dataset, which is one split, by the user that a column names.
 
-    Users come in order of first appearance; ids are all strings or all integers. Columns become
-    arrays in memory, images integer ones. A list of columns of numbers becomes one field float32
-    [rows, columns]. The user column may hold lists of ids, of up to `owners` users, see
-    `from_arrays`.
+    Users are in order of first appearance; ids are all strings or all integers. Columns become
+    arrays in memory; images become integers. A list of columns of numbers becomes one field float32
+    [rows, columns]. The user column may hold lists of up to `owners` ids, see `from_arrays`.
     """
-    read = {field: read_column(*column) for field, column in _columns(dataset, columns).items()}
-    return from_columns(read, _read_ids(dataset, user_column), owners)
+    fields = {field: read_column(*column) for field, column in _columns(dataset, columns).items()}
+    return from_columns(fields, _read_ids(dataset, user_column), owners)
 
 
 def from_partitioner(
     dataset: "Dataset", partitioner: "Partitioner", columns: ColumnNames = DEFAULT_COLUMNS
 ) -> UserStore:
-    """Make part i of a dataset user i, who may have no rows; rows keep their order.
+    """Give part i of a dataset to user i, who may have no rows; rows keep their order.
 
-    No row may be in two parts, and a row in no part is left out. The partitioner must not have a
+    No row may be in two parts; rows in no part are left out. The partitioner must not have a
     dataset yet; it gets this one, with an additional column.
     """
     return _dealt(_whole(_columns(dataset, columns)), dataset, partitioner)
@@ -90,7 +89,7 @@ def load_hugging_face(
     partitioner: str | None = None,
     arguments: Mapping[str, object] | None = None,
 ) -> Population:
-    """Load a dataset whose users a column names, or to whose users a partitioner deals rows.
+    """Load a dataset; a column names the users, or a partitioner deals rows to them.
 
     Either `train` (users' rows) and `test` (held-out rows) are paths as for `open_dataset`, or
     `dataset` is a name on the hub, as for `fetch_splits`. Images in x, uint8 [rows, height, width]
@@ -98,8 +97,8 @@ def load_hugging_face(
     classes, as in `Population.from_arrays`. Test rows of an enrolled user are refused, since
     the ledger does not cover figures on them.
     """
-    listed = (each if isinstance(each, list) else [each] for each in columns.values())
-    names = [name for each in listed for name in each]
+    lists = (names if isinstance(names, list) else [names] for names in columns.values())
+    names = [name for names in lists for name in names]
     if not all(isinstance(name, str) for name in names):
         raise InvalidValueError(f"columns is {columns!r}; it must map fields to columns")
     if dataset is not None and train is None and test is None:
@@ -110,9 +109,9 @@ def load_hugging_face(
         rows, held_out = open_dataset(train, as_written), open_dataset(test, as_written)
         source = Path(train).name
     else:
-        found = f"dataset is {dataset!r}, train {train!r} and test {test!r}"
-        legal = "dataset, a name on the Hugging Face hub, or both paths must be given"
-        raise InvalidValueError(f"{found}; either {legal}")
+        values = f"dataset is {dataset!r}, train {train!r} and test {test!r}"
+        limit = "dataset, a name on the Hugging Face hub, or both paths must be given"
+        raise InvalidValueError(f"{values}; either {limit}")
     _check_classes(rows, held_out, names)
     classes = getattr(rows.features.get(str(columns.get("y"))), "names", None)
     if owners is not None and user_column is None:
@@ -120,28 +119,28 @@ def load_hugging_face(
     if user_column is not None and partitioner is None and arguments is None:
         store, how = from_dataset(rows, user_column, columns, owners), user_column
     elif partitioner is not None and user_column is None:
-        made, how = _described_partitioner(partitioner, arguments or {})
-        store = from_partitioner(rows, made, columns)
+        partitioner_object, how = _described_partitioner(partitioner, arguments or {})
+        store = from_partitioner(rows, partitioner_object, columns)
     else:
-        found = f"user_column is {user_column!r} and partitioner {partitioner!r}"
-        legal = "exactly one must be given, and arguments with a partitioner only"
-        raise InvalidValueError(f"{found}; {legal}")
-    tested = _with_images(_whole(_columns(held_out, columns)))
+        values = f"user_column is {user_column!r} and partitioner {partitioner!r}"
+        limit = "exactly one must be given, and arguments only with a partitioner"
+        raise InvalidValueError(f"{values}; {limit}")
+    test_fields = _with_images(_whole(_columns(held_out, columns)))
     if user_column is not None and user_column in held_out.column_names:
-        tested |= _held_out_owners(store, held_out, user_column)
+        test_fields |= _held_out_owners(store, held_out, user_column)
     name = f"hugging-face: {store.population} users by {how} of {source}{sharing(store)}"
     users = replace(store, fields=_with_images(store.fields))
-    return numbered_population(name, users, tested, classes)
+    return numbered_population(name, users, test_fields, classes)
 
 
 def fetch_splits(
     name: str, splits: Sequence[str], subset: str | None, revision: str | None
 ) -> tuple["Dataset", "Dataset"]:
-    """Return two splits of a dataset on the hub, of one revision: users' rows and held-out rows.
+    """Return two splits of one revision of a dataset on the hub: users' rows and held-out rows.
 
     A dataset that was loaded before is read from the cache, even if the hub cannot be reached or
-    HF_HUB_OFFLINE=1 forbids it. The cache is that of the package; HF_HOME moves it. Splits may
-    be slices, such as "train[:90%]"; `subset` is one of the dataset's configurations, `revision` a
+    HF_HUB_OFFLINE=1 forbids it. The cache belongs to the package; HF_HOME moves it. Splits may be
+    slices, such as "train[:90%]"; `subset` is one of the dataset's configurations, `revision` a
     commit, tag or branch. A dataset's own code is never run.
     """
     package = _package("datasets", "datasets")
@@ -158,7 +157,7 @@ def fetch_splits(
         sentence = " ".join(str(error).split()) or type(error).__name__
         cache = package.config.HF_DATASETS_CACHE
         raise DataError(
-            f"{what} is neither reached nor in the cache {cache}: {sentence}"
+            f"{what} is not in the cache {cache} and cannot be reached: {sentence}"
         ) from error
     try:
         builder.download_and_prepare()
@@ -167,8 +166,8 @@ def fetch_splits(
     try:
         rows, held_out = builder.as_dataset(split=list(splits))
     except Exception as error:
-        known = ", ".join(builder.info.splits or ())
-        raise DataError(f"{what} has no splits {list(splits)}; known names: {known}") from error
+        names = ", ".join(builder.info.splits or ())
+        raise DataError(f"{what} has no splits {list(splits)}; known names: {names}") from error
     return rows, held_out
 
 
@@ -177,13 +176,13 @@ def open_dataset(path: str | Path, texts: Sequence[str] = ()) -> "Dataset":
 
     The path is a folder saved by `Dataset.save_to_disk` (or that of one split of a `DatasetDict`),
     a .parquet file, a .csv file with a line of names, a .jsonl or .json file with an object per
-    line, or a folder of such files of one kind, which are read in the order of their names. The
-    columns `texts` of .csv files are read as text, not as numbers: ids 1 and 01 differ. In other
-    files, texts in these columns are not read as times.
+    line, or a folder of such files of one kind, which are read in order of name. The columns
+    `texts` of .csv files are read as text, not as numbers: ids 1 and 01 differ. In JSON files, text
+    in these columns is not read as times.
     """
     place, package = Path(path), _package("datasets", "datasets")
     if not place.exists():
-        raise DataError(f"{place} does not exist; a name on the Hugging Face hub goes into dataset")
+        raise DataError(f"{place} does not exist; give a name on the Hugging Face hub as dataset")
     if (place / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(str(p) for p in place.iterdir() if p.is_dir()))
         raise DataError(f"{place} holds several splits; name one of them: {splits}")
@@ -209,7 +208,7 @@ def partitioner_named(name: str, arguments: Mapping[str, object]) -> "Partitione
 
 
 def _described_partitioner(name: str, arguments: Mapping[str, object]) -> tuple["Partitioner", str]:
-    """Return a partitioner, and its public settings for the population's name."""
+    """Return a partitioner, and a description of its settings for the population's name."""
     text = json.dumps(arguments, sort_keys=True, default=repr)
     if len(text) > 200:  # some partitioners take a list with an entry per user
         text = f"arguments of SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -235,10 +234,10 @@ def _table_of_files(place: Path, texts: Sequence[str]) -> "Table":
     files = sorted(place.iterdir()) if place.is_dir() else [place]
     kinds = {file.suffix for file in files}
     if len(kinds) != 1 or not kinds <= readers.keys():
-        legal = f"a folder saved by save_to_disk, and {', '.join(readers)} files of one kind"
-        raise DataError(f"{place} is not a dataset; legal are {legal}")
-    read = readers[kinds.pop()]
-    return pyarrow.concat_tables([read(file) for file in files], promote_options="permissive")
+        limit = f"a folder saved by save_to_disk, or {', '.join(readers)} files of one kind"
+        raise DataError(f"{place} is not a dataset; it must be {limit}")
+    reader = readers[kinds.pop()]
+    return pyarrow.concat_tables([reader(file) for file in files], promote_options="permissive")
 
 
 def _read_json(file: Path, texts: Sequence[str]) -> "Table":
@@ -247,8 +246,8 @@ def _read_json(file: Path, texts: Sequence[str]) -> "Table":
     from pyarrow import json  # noqa: PLC0415
 
     table = json.read_json(file)
-    found = {name: table.schema.field(name).type for name in texts if name in table.schema.names}
-    times = [name for name, kind in found.items() if pyarrow.types.is_timestamp(kind)]
+    types = {name: table.schema.field(name).type for name in texts if name in table.schema.names}
+    times = [name for name, kind in types.items() if pyarrow.types.is_timestamp(kind)]
     as_written = pyarrow.schema([(name, pyarrow.string()) for name in times])
     options = json.ParseOptions(explicit_schema=as_written)
     return json.read_json(file, parse_options=options) if times else table
@@ -264,15 +263,15 @@ def _read_csv(file: Path, texts: Sequence[str]) -> "Table":
         # Text that is not UTF-8 is binary.
         readable = not any(map(pyarrow.types.is_binary, table.schema.types))
         _check_header(file, table.schema.names)
-    except ValueError:  # of pyarrow, or names are no text
+    except ValueError:  # from pyarrow, or because names are not text
         readable = False
     if not readable:
         raise DataError(f"{file} cannot be read: {_fault_of_csv(file)}")
-    found = {name: table.schema.field(name).type for name in texts if name in table.schema.names}
+    types = {name: table.schema.field(name).type for name in texts if name in table.schema.names}
     # Fractions stay numbers, and are refused as ids: 1.0 here would be 1 in another file.
-    kept = [name for name, kind in found.items() if not pyarrow.types.is_floating(kind)]
-    as_written = arrow.ConvertOptions(column_types=dict.fromkeys(kept, pyarrow.string()))
-    return arrow.read_csv(file, convert_options=as_written) if kept else table
+    names = [name for name, kind in types.items() if not pyarrow.types.is_floating(kind)]
+    as_written = arrow.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string()))
+    return arrow.read_csv(file, convert_options=as_written) if names else table
 
 
 def _check_header(file: Path, names: list[str]) -> None:
@@ -288,7 +287,7 @@ def _check_header(file: Path, names: list[str]) -> None:
 
 
 def _fault_of_csv(file: Path) -> str:
-    """Return which line of a file has a fault, and which fault, without quoting the file."""
+    """Return the line and kind of the first fault in a file, without quoting the file."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -307,12 +306,12 @@ def _fault_of_csv(file: Path) -> str:
 
 
 def _columns(dataset: "Dataset", columns: ColumnNames) -> dict[str, tuple[str, ColumnLike]]:
-    """Return for each field what messages call it, and its column, or its columns as a table."""
+    """Return by field a description for messages, and its column, or its columns as a table."""
     if not isinstance(dataset, _package("datasets", "datasets").Dataset):
-        found = f"dataset is a {type(dataset).__name__}"
-        raise DataError(f"{found}; it must be a datasets.Dataset, which is one split, no stream")
-    named = [[column] if isinstance(column, str) else column for column in columns.values()]
-    arrays = _select(dataset, {name for names in named for name in names}, "numpy")
+        kind = f"dataset is a {type(dataset).__name__}"
+        raise DataError(f"{kind}; it must be a datasets.Dataset, which is one split, not a stream")
+    lists = [[column] if isinstance(column, str) else column for column in columns.values()]
+    arrays = _select(dataset, {name for names in lists for name in names}, "numpy")
     return {
         field: (f"column {column!r}", arrays[column])
         if isinstance(column, str)
@@ -326,15 +325,15 @@ def _whole(columns: Mapping[str, tuple[str, ColumnLike]]) -> dict[str, Array]:
 
 
 def _read_ids(dataset: "Dataset", user_column: str) -> Sequence[object]:
-    # In NumPy's format a missing id would turn the others into rounded floats.
+    # In NumPy's format, a missing id would turn the others into rounded floats.
     return cast(Sequence[object], _select(dataset, {user_column}, None)[user_column])
 
 
 def _select(dataset: "Dataset", columns: set[str], form: str | None) -> dict[str, Array]:
     for column in sorted(columns):
         if column not in dataset.column_names:
-            known = known_names(column, dataset.column_names)
-            raise DataError(f"the dataset has no column {column!r}; {known}")
+            hint = known_names(column, dataset.column_names)
+            raise DataError(f"the dataset has no column {column!r}; {hint}")
     return cast(dict[str, Array], dataset.with_format(form).select_columns(sorted(columns))[:])
 
 
@@ -350,15 +349,15 @@ def _dealt(fields: Fields, dataset: "Dataset", partitioner: "Partitioner") -> Us
     if not all(_ROW in part.column_names for part in parts):
         raise DataError(f"{what} does not deal whole rows; users must differ in rows")
     rows = [np.asarray(part[_ROW][:], np.int64) for part in parts]
-    dealt, times = np.unique(np.concatenate(rows), return_counts=True)
-    if twice := np.count_nonzero(times > 1):
-        raise DataError(f"{what} gives {twice} rows to two users or twice to one; each needs one")
+    numbers, counts = np.unique(np.concatenate(rows), return_counts=True)
+    if repeated := np.count_nonzero(counts > 1):
+        raise DataError(f"{what} deals {repeated} rows twice; it must deal a row at most once")
     user_of_row = np.zeros(len(dataset), np.int64)
-    owners = np.repeat(np.arange(len(rows)), [len(own) for own in rows])
+    owners = np.repeat(np.arange(len(rows)), [len(part) for part in rows])
     user_of_row[np.concatenate(rows)] = owners
-    if len(dealt) < len(dataset):
-        fields = {name: field[dealt] for name, field in fields.items()}
-    return partition(fields, user_of_row[dealt], np.arange(len(rows)))
+    if len(numbers) < len(dataset):
+        fields = {name: field[numbers] for name, field in fields.items()}
+    return partition(fields, user_of_row[numbers], np.arange(len(rows)))
 
 
 def _check_classes(rows: "Dataset", held_out: "Dataset", columns: Sequence[Any]) -> None:
@@ -373,13 +372,13 @@ def _check_classes(rows: "Dataset", held_out: "Dataset", columns: Sequence[Any])
 def _held_out_owners(users: UserStore, held_out: "Dataset", user_column: str) -> Fields:
     """Return the owners of held-out rows, for figures by user; DataError if one is enrolled.
 
-    There are no figures by user if rows have several owners.
+    If rows have several owners, there are no figures by user.
     """
     ids = _read_ids(held_out, user_column)
     several = several_ids(ids)
     if several:
         ids = [
-            each for own in cast(Sequence[Sequence[object] | None], ids) for each in own or [None]
+            owner for row in cast(Sequence[Sequence[object] | None], ids) for owner in row or [None]
         ]
     owners, enrolled = as_id_array(ids), map(users.id_of, range(users.population))
     check_not_enrolled(owners, enrolled)

@@ -2,7 +2,7 @@
 
 Every partitioner returns int64 [rows], the user of each row, such that every row has one user in
 [0, users) and **every user has at least one row**. The seed fixes the result; it protects nothing.
-A setting out of range raises InvalidValueError. docs/data.md shows in figures what each one deals.
+A setting out of range raises InvalidValueError. docs/data.md plots what each one deals.
 """
 
 from collections.abc import Sequence
@@ -28,23 +28,23 @@ def dirichlet(labels: Array, users: int, alpha: float, seed: int) -> NDArray[np.
     The variant is that of Hsu, Qi and Brown (2019, arXiv:1909.06335): user u draws a mixture
     q_u ~ Dir(α·p), p being the labels' shares in all rows, and then its rows one by one with labels
     from q_u, without replacement. Sizes differ by at most one. A label that is used up is dropped
-    from q_u and the rest renormalised; when all of q_u is used up the user takes the rows that are
-    left, in proportion to their labels. α → ∞ gives every user the shares p, α → 0 one label; with
-    K labels that are equally frequent, α = K makes all mixtures equally likely.
+    from q_u and the rest renormalised; when all of q_u is used up, the user takes remaining rows in
+    proportion to their labels. α → ∞ gives every user the shares p, α → 0 one label; with K equally
+    frequent labels, α = K makes all mixtures equally likely.
     """
     check_count("users", users)
     alpha = plain_numbers(alpha, "alpha")
     check_range("alpha", alpha, "(0, inf)")
     _check_labels(labels, users, "users")
     rng = _generator(seed)
-    label_of_row, left = np.unique(labels, return_inverse=True, return_counts=True)[1:]
-    shares = left / len(labels)
-    counts = np.empty((users, len(left)), dtype=np.int64)
+    label_of_row, remaining = np.unique(labels, return_inverse=True, return_counts=True)[1:]
+    shares = remaining / len(labels)
+    counts = np.empty((users, len(remaining)), dtype=np.int64)
     for user, size in enumerate(_even_sizes(len(labels), users)):
-        counts[user] = _draw_labels(rng, rng.dirichlet(alpha * shares), left, int(size))
-        left = left - counts[user]
+        counts[user] = _draw_labels(rng, rng.dirichlet(alpha * shares), remaining, int(size))
+        remaining = remaining - counts[user]
     user_of_row = np.empty(len(labels), dtype=np.int64)
-    for label in range(len(left)):
+    for label in range(len(remaining)):
         rows = rng.permutation(np.flatnonzero(label_of_row == label))
         user_of_row[rows] = np.repeat(np.arange(users), counts[:, label])
     return user_of_row
@@ -81,8 +81,8 @@ def partition(
 ) -> UserStore:
     """Group rows by user; each user's rows keep their order.
 
-    `user_of_row` is [rows] positions in `user_ids`, or without them of max + 1 users; a position
-    that does not occur is a user with zero rows. Rows that are grouped already are not copied.
+    `user_of_row` [rows] holds positions in `user_ids`; without ids, there are max + 1 users. A user
+    whose position does not occur has no rows. Rows that are grouped already are not copied.
     """
     refuse_masked("user_of_row", user_of_row)
     owners = np.asarray(user_of_row)
@@ -103,18 +103,18 @@ def partition(
 
 
 def _draw_labels(
-    rng: np.random.Generator, mixture: NDArray[np.float64], left: NDArray[np.int64], size: int
+    rng: np.random.Generator, mixture: NDArray[np.float64], remaining: NDArray[np.int64], size: int
 ) -> NDArray[np.int64]:
-    # Draws of a label that is used up are repeated among the others. The distribution is that of
-    # single draws without the labels that are used up.
-    drawn = np.zeros_like(left)
-    while (missing := size - int(drawn.sum())) > 0:
-        rest = left - drawn
-        weights = np.where(rest > 0, mixture, 0.0)
+    # Draws beyond the rows of a label are repeated among the other labels. The distribution is that
+    # of single draws without the labels that are used up.
+    counts = np.zeros_like(remaining)
+    while (shortage := size - int(counts.sum())) > 0:
+        available = remaining - counts
+        weights = np.where(available > 0, mixture, 0.0)
         if not weights.sum() > 0.0:
-            weights = rest.astype(np.float64)
-        drawn += np.minimum(rng.multinomial(missing, weights / weights.sum()), rest)
-    return drawn
+            weights = available.astype(np.float64)
+        counts += np.minimum(rng.multinomial(shortage, weights / weights.sum()), available)
+    return counts
 
 
 def _even_sizes(rows: int, parts: int) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""Users' data as columns: one array per field, each user's rows side by side, and offsets.
+"""Users' data as columns: one array per field, the rows of each user together, and offsets.
 
 A `UserStore` holds the rows of all users, in memory or mapped from a folder of .npy files:
 
@@ -55,13 +55,13 @@ if TYPE_CHECKING:
 IdArray: TypeAlias = Array  # user ids, one per user or row, of a string or an integer dtype
 
 HELD_OUT_USER = "held_out_user"
-"""The field of held-out rows with the id of each row's user; users' stores must not have it."""
+"""The field of held-out rows with the id of each row's user; user stores must not have it."""
 ROW_OWNERS = "row_owners"
-"""The field with the ids [rows, owners] of all users to whom a row of a store belongs.
+"""The field with the ids [rows, owners] of all owners of each row in a store.
 
-The first is the user with whom the row is stored; an id is repeated where a row has fewer owners.
+The row is stored with its first owner; ids are repeated if a row has fewer owners than others.
 """
-_COMPARED = 50_000  # rows of users and held-out rows that are compared
+_COMPARED = 50_000  # rows to compare, of users and held out
 _FORMAT = "fedpriv user store, version 1"
 _LOADERS = {
     "digits": "fedpriv.data.builtin:load_digits",
@@ -76,8 +76,8 @@ class UserStore:
 
     Guarantees:
         * Every row is stored with exactly one user, and every user has exactly one position: the
-          user is the unit of privacy, so a user enrolled twice would void the guarantee. So no two
-          ids read alike (`plain_id`), and no id is empty, as missing ids in a file are.
+          user is the unit of privacy, so enrolling a user twice would void the guarantee. So no two
+          ids read alike (`plain_id`), and no id is empty, as missing ids in files are.
         * If a row belongs to several users, the field `ROW_OWNERS` names all of them; whole users
           are never drawn from such a store.
         * A user may have zero rows. Users who are `broken` have none: they count as zero on a node,
@@ -93,7 +93,7 @@ class UserStore:
     offsets: NDArray[np.int64]  # [N + 1], from 0 to rows, never decreasing; read-only
     # N distinct ids, stored as a read-only array; None: each id is the user's position.
     user_ids: Sequence[str] | IdArray | None = None
-    # By position of a user whose rows were left out: a sentence that says why.
+    # By position of a user whose rows were left out: a sentence with the reason.
     broken: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -121,8 +121,8 @@ class UserStore:
         if ROW_OWNERS in self.fields:
             raise DataError(next(iter(broken.values())))
         whole = ~np.isin(np.arange(self.population), [*broken])
-        kept = np.repeat(whole, self.sizes)
-        fields = {name: column[kept] for name, column in self.fields.items()}
+        selection = np.repeat(whole, self.sizes)
+        fields = {name: column[selection] for name, column in self.fields.items()}
         return replace(self, fields=fields, offsets=offsets_of(self.sizes * whole), broken=broken)
 
     def refuse_broken(self) -> None:
@@ -169,32 +169,32 @@ class UserStore:
         return {name: array[rows] for name, array in self.fields.items()}
 
     def take(self, rows: NDArray[np.integer], out: Fields | None = None) -> dict[str, Array]:
-        """Return a copy of rows by their numbers, of any shape: fields by name [*rows.shape, ...].
+        """Return a copy of rows by number, of any shape: fields by name [*rows.shape, ...].
 
-        Of a mapped field only these rows are read, and no page stays resident, so memory does not
-        grow with the number of reads. `out` holds arrays to fill, and names the fields to read.
+        Only these rows of a mapped field are read, and no page stays resident, so memory does not
+        grow with the number of reads. `out` has the fields to read, and the arrays to fill.
         """
         _check_positions("rows", rows, self.rows)
-        wanted = dict.fromkeys(self.fields) if out is None else out
-        return {name: _gather(self.fields[name], rows, into) for name, into in wanted.items()}
+        outputs = dict.fromkeys(self.fields) if out is None else out
+        return {name: _gather(self.fields[name], rows, into) for name, into in outputs.items()}
 
     def subset(self, users: NDArray[np.integer] | Sequence[int]) -> "UserStore":
         """Return a store of users at distinct positions, with their ids and copies of rows."""
-        chosen = np.asarray(users, dtype=None if len(users) else np.int64)
-        _check_positions("users", chosen, self.population)
-        if chosen.ndim != 1:
-            raise InvalidValueError(f"users have shape {chosen.shape}; they must be a list")
-        starts = self.offsets[chosen]
-        sizes = self.offsets[chosen + 1] - starts
+        positions = np.asarray(users, dtype=None if len(users) else np.int64)
+        _check_positions("users", positions, self.population)
+        if positions.ndim != 1:
+            raise InvalidValueError(f"users have shape {positions.shape}; they must be a list")
+        starts = self.offsets[positions]
+        sizes = self.offsets[positions + 1] - starts
         offsets = offsets_of(sizes)
         rows = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], sizes)
-        ids = chosen if self.user_ids is None else np.asarray(self.user_ids)[chosen]
-        olds = enumerate(chosen.tolist())
+        ids = positions if self.user_ids is None else np.asarray(self.user_ids)[positions]
+        olds = enumerate(positions.tolist())
         broken = {new: self.broken[old] for new, old in olds if old in self.broken}
         return UserStore(self.take(rows), offsets, ids, broken)
 
     def save(self, folder: str | Path) -> None:
-        """Write the store to a new folder, which appears once all of it is on disk."""
+        """Write the store to a new folder, which appears when all of it is on disk."""
         UserStore.save_parts(folder, [self])
 
     @staticmethod
@@ -202,7 +202,7 @@ class UserStore:
         """Write the users of several stores into one store, one store after the other.
 
         Parts are consumed lazily, so a generator can make a population larger than memory. A crash
-        leaves a whole store or none. DataError if the folder exists or parts do not fit each other.
+        leaves a complete store or none. DataError if the folder exists or parts do not match.
         """
         place = Path(folder)
         if place.exists():
@@ -221,7 +221,7 @@ class UserStore:
 
     @classmethod
     def load(cls, folder: str | Path, *, mmap: bool = True) -> Self:
-        """Open a saved store; with `mmap`, fields are mapped read-only, and read later."""
+        """Open a saved store; with `mmap`, fields are mapped read-only and read on use."""
         place = Path(folder)
         names, with_ids, broken = _read_description(place / "store.json")
         fields = {name: _read_array(place / f"field-{name}.npy", mapped=mmap) for name in names}
@@ -235,8 +235,8 @@ class Population:
 
     The privacy ledger identifies the population by its name, and the ledger is public. So the name
     contains public facts: N, the number of users, and settings such as names of data sets. It never
-    contains a total or a digest of users' data, since guesses could be tested against them. A name
-    that stays while the data change errs on the safe side: the ledger adds up the charges of both.
+    contains a total or a digest of users' data, since guesses could be tested against these. A name
+    that stays while the data change is safe: the ledger adds up the charges of both.
     """
 
     name: str  # one printable line, such as "digits: 287 users, iid, seed 0"
@@ -247,8 +247,8 @@ class Population:
     # The names of the classes in y, in the order of their numbers; None: they have no names.
     classes: tuple[str, ...] | None = None
     classes_given: bool = True  # False: they are all labels in the rows, so they are not public
-    # The name of an earlier population, whose ledger goes on after users joined or left. Charges
-    # add up over both; ε holds for users who stayed, and is larger than needed for others.
+    # The name of an earlier population, whose ledger continues after users joined or left. Charges
+    # of both add up; ε holds for users who stayed, and is larger than needed for others.
     succeeds: str | None = None
     projected: tuple[int, int | None] | None = None  # N' and the cohort of `as_if`
 
@@ -265,12 +265,12 @@ class Population:
         object.__setattr__(self, "test", dict(self.test))
 
     def as_if(self, users: int, cohort: int | None = None) -> "Population":
-        """Return these users as a simulation of a larger population, of so many users, N'.
+        """Return these users as a simulation of a larger population with `users` users, N'.
 
-        Runs have the noise, the sampling probability and the budget of N' users, and train those
-        who are there: as many in a round as the cohort of N' has, at most all, or about `cohort`.
-        So a result is a projection. (ε, δ) would hold if N' such users took part; for those who are
-        there it does not, and what holds for them is given beside it.
+        Runs have the noise, the sampling probability and the budget of N' users, but train the
+        actual users: in a round, as many as a cohort of N' has, at most all, or about `cohort`. So
+        results are projections. (ε, δ) would hold if N' such users took part; it does not hold for
+        the actual users, and results also state what does.
         """
         check_range("users of as_if", users, "whole")
         check_range("cohort of as_if", cohort, "whole?")
@@ -278,39 +278,39 @@ class Population:
 
     @property
     def ledger_name(self) -> str:
-        """The name in the ledger, which is that of the first of successive populations."""
+        """The name in the ledger: the name of the first of successive populations."""
         return self.succeeds or self.name
 
     @property
     def copies(self) -> int:
-        """The number of held-out rows that users also have; 0 if rows may be equal by chance."""
+        """The number of held-out rows that users have too; 0 if rows may be equal by chance."""
         if not self.test:
             return 0
         names = sorted(self.users.fields.keys() - {ROW_OWNERS})
-        held_out, own = (
+        held_out, enrolled = (
             {*zip(*([v.tobytes() for v in fields[n][:_COMPARED]] for n in names), strict=True)}
             for fields in (self.test, self.users.fields)
         )
-        copies, rows = len(held_out & own), min(_COMPARED, *map(len, self.test.values()))
+        copies, rows = len(held_out & enrolled), min(_COMPARED, *map(len, self.test.values()))
         return copies if copies > 0.1 * rows and len(held_out) > 0.9 * rows else 0
 
     @property
     def public_classes(self) -> tuple[str, ...]:
-        """The public names of classes, by number; the name of any other class is empty.
+        """The public names of classes, by number; other classes have an empty name.
 
-        Names that were given are public. Otherwise the names in held-out rows are public, and a
+        Names are public if they were given. Otherwise those in held-out rows are public, and a
         last empty name stands for further classes that users may have.
         """
         if self.classes is None or self.classes_given:
             return self.classes or ()
         held_out = np.unique(self.test.get("y", np.empty(0))).tolist()
-        seen = (name if n in held_out else "" for n, name in enumerate(self.classes))
-        return (*seen, "")
+        names = (name if n in held_out else "" for n, name in enumerate(self.classes))
+        return (*names, "")
 
     def _check_test(self) -> None:
         owners = self.test.get(HELD_OUT_USER)
         enrolled = {name: field for name, field in self.users.fields.items() if name != ROW_OWNERS}
-        if not self.test.keys() >= enrolled.keys():  # more fields may group the rows
+        if not self.test.keys() >= enrolled.keys():  # additional fields may group the rows
             fields, names = sorted(self.test.keys() - {HELD_OUT_USER}), sorted(enrolled)
             sentence = f"test rows have the fields {fields}; they must have those of users, {names}"
             raise DataError(sentence)
@@ -344,16 +344,16 @@ class Population:
         All columns are arrays, tensors, frames or nested lists, [rows, ...]. Ids must be all
         strings or all integers. Several inputs are columns by name, for a task with these names as
         `inputs`. `held_out` has inputs and targets of rows that belong to no user; without it, only
-        private metrics measure models. Its inputs may be columns by name, and may include columns
-        that users lack, for `Task.by`. `held_out_users` are the ids of their users, none of whom
-        may be enrolled; with them, models are also measured by user. The name is public, since the
-        ledger states it; the number of users is appended.
+        private metrics measure models. Its inputs may be columns by name, including columns that
+        users lack, for `Task.by`. `held_out_users` are the ids of their users, none of whom may be
+        enrolled; with them, models are also measured by user. The name is public, since the ledger
+        states it; the number of users is appended.
 
         Labels in y may be text. They become numbers, in the order of `classes`; by default these
         are the categories of y, or all its texts in order. The default is read from users' data,
-        and reveals which labels occur, so give `classes` where that matters. DataError: there is
-        text in another field, or a column cannot be read. Users with missing or unknown labels, or
-        other faults of `read_column`, are `broken`.
+        and reveals which labels occur, so give `classes` if that matters. DataError: another field
+        holds text, or a column cannot be read. Users with missing or unknown labels, or other
+        faults of `read_column`, are `broken`.
 
         A row may belong to several users, at most `owners`. Then `user_ids` has a list of ids for
         each row, the name says so, and examples can be drawn, but not whole users.
@@ -370,7 +370,7 @@ class Population:
         if isinstance(held_out, tuple) and is_frame(x) and is_frame(held_out[0]):
             one, other = ([*columns_by_name(frame)] for frame in (x, held_out[0]))
             if one != other:
-                raise DataError(f"held-out columns are {other}, x has {one}; give both alike")
+                raise DataError(f"held-out columns are {other}, x has {one}; they must agree")
         users = from_arrays(columns, user_ids, owners)
         ordered = categories_of(columns["y"])
         return _with_held_out(name, users, held_out, held_out_users, classes, ordered)
@@ -385,10 +385,10 @@ class Population:
         classes: Classes | None = None,
         name: str = "people",
     ) -> "Population":
-        """Return a population of the rows of each user: a table by id, or a list without ids.
+        """Return a population of users' rows: a table by id, or a list without ids.
 
-        The rows of a user, and held-out rows, are a pair of inputs and targets, fields by name, or
-        a torch dataset. Everything else is as in `from_arrays`.
+        A user's rows, and held-out rows, are a pair of inputs and targets, fields by name, or a
+        torch dataset. Everything else is as in `from_arrays`.
         """
         from fedpriv.data.arrays import from_grouped  # noqa: PLC0415 - it needs the store
 
@@ -406,11 +406,11 @@ class Population:
         classes: Classes | None = None,
         name: str = "people",
     ) -> "Population":
-        """Return a population of a `torch.utils.data.Dataset`, with the id of each item's user.
+        """Return a population from a `torch.utils.data.Dataset`, with the id of each item's user.
 
-        The dataset has a length. Its items are pairs (x, y), or dicts whose keys are the names of
-        fields. The values of all items have one shape, and are kept in memory. Everything else is
-        as in `from_arrays`.
+        The dataset has a length. Its items are pairs (x, y), or dicts with fields by name. The
+        values of all items have the same shape, and are kept in memory. Everything else is as in
+        `from_arrays`.
         """
         from fedpriv.data.arrays import from_arrays  # noqa: PLC0415 - it needs the store
 
@@ -431,7 +431,7 @@ class Population:
         classes: Classes | None = None,
         name: str = "people",
     ) -> "Population":
-        """Return a population of a frame of pandas, polars or pyarrow, with a row per example.
+        """Return a population from a frame of pandas, polars or pyarrow, with a row per example.
 
         * y: the column of targets, or a list of several columns of numbers.
         * user: the column with the id of each row's user.
@@ -439,7 +439,7 @@ class Population:
           input float32 [rows, columns]; or one column, whose values may be arrays.
         * held_out: another frame, of people who are not enrolled; or a share of the users in
           (0, 1), who are drawn with the seed and are then not enrolled.
-        * by: columns of held-out rows that group figures, see `Task.by`; by default they are no
+        * by: columns of held-out rows that group figures, see `Task.by`; by default they are not
           inputs.
 
         Everything else is as in `from_arrays`. DataError names a column that is absent or holds
@@ -451,14 +451,14 @@ class Population:
             ids = as_id_array(FrameRows.of("the frame", frame, x, y, user, by).ids)
             frame, held_out = split_frame(frame, ids, held_out, seed)
         of_users = [name for name in by if is_frame(frame) and name in columns_by_name(frame)]
-        rows, apart = FrameRows.of("the frame", frame, x, y, user, of_users), None
+        rows, other = FrameRows.of("the frame", frame, x, y, user, of_users), None
         if held_out is not None:
-            named = user if is_frame(held_out) and user in columns_by_name(held_out) else None
-            apart = FrameRows.of("the frame held_out", held_out, rows.inputs, y, named, by)
+            id_column = user if is_frame(held_out) and user in columns_by_name(held_out) else None
+            other = FrameRows.of("the frame held_out", held_out, rows.inputs, y, id_column, by)
         columns = {"x": read_column("x", rows.x), "y": read_column(f"column {y!r}", rows.y)}
         users = from_columns(columns, rows.ids)
-        test = None if apart is None else ({"x": apart.x, **apart.groups}, apart.y)
-        owners = apart.ids if apart is not None and len(apart.ids) else None
+        test = None if other is None else ({"x": other.x, **other.groups}, other.y)
+        owners = other.ids if other is not None and len(other.ids) else None
         return _with_held_out(name, users, test, owners, classes, categories_of(rows.y))
 
 
@@ -473,11 +473,11 @@ def _with_held_out(
     """Return a population with held-out rows, and the ids of their users if they are known."""
     check_types(name=(name, str))
     columns = {} if rows is None else columns_of(rows, "held-out rows")
-    test = {field: to_array(f"held-out field {field!r}", each) for field, each in columns.items()}
+    test = {field: to_array(f"held-out field {field!r}", c) for field, c in columns.items()}
     if owners is not None:
         test[HELD_OUT_USER] = as_id_array(as_numpy(owners))
-    called = f"{name}: {users.population} users{sharing(users)}"
-    return numbered_population(called, users, test, classes, categories)
+    full_name = f"{name}: {users.population} users{sharing(users)}"
+    return numbered_population(full_name, users, test, classes, categories)
 
 
 def numbered_population(
@@ -487,23 +487,23 @@ def numbered_population(
     classes: Classes | None,
     categories: Classes | None = None,
 ) -> Population:
-    """Return a population whose labels are numbered by classes, or else by categories."""
-    given = classes is not None
-    named = ROW_OWNERS, HELD_OUT_USER  # they hold ids
+    """Return a population whose labels are numbered by classes, or by categories without them."""
+    public = classes is not None
+    with_ids = ROW_OWNERS, HELD_OUT_USER
     fields, rows = (
-        {name: column for name, column in columns.items() if name not in named}
+        {name: column for name, column in columns.items() if name not in with_ids}
         for columns in (users.fields, test)
     )
-    fields, rows, names, faults = numbered(fields, rows, classes if given else categories)
+    fields, rows, names, faults = numbered(fields, rows, classes if public else categories)
     if any(column is not users.fields[field] for field, column in fields.items()):
         users = replace(users, fields={**users.fields, **fields})
-    return Population(name, users.without(faults), {**test, **rows}, names, given)
+    return Population(name, users.without(faults), {**test, **rows}, names, public)
 
 
 def cut_up(population: Population, rows: int, called: str) -> Population:
     """Return a population in which each piece of `rows` consecutive rows of a user is a record.
 
-    The last piece of a user may have fewer rows, and a user without rows has no piece. Rows are not
+    A user's last piece may have fewer rows, and a user without rows has no pieces. Rows are not
     copied. Ids are "user/number", from 0; `called` is added to the population's name.
     """
     users = population.users
@@ -513,27 +513,27 @@ def cut_up(population: Population, rows: int, called: str) -> Population:
     starts = np.repeat(users.offsets[:-1], pieces) + rows * number
     ids = np.arange(users.population) if users.user_ids is None else np.asarray(users.user_ids)
     owners = np.repeat(_narrow(np.char.add(ids.astype(np.str_), "/")), pieces)
-    named = np.char.add(owners, _narrow(number.astype(np.str_)))
+    ids_of_pieces = np.char.add(owners, _narrow(number.astype(np.str_)))
     fields = {field: column for field, column in users.fields.items() if field != ROW_OWNERS}
-    store = UserStore(fields, np.append(starts, users.rows), named)
+    store = UserStore(fields, np.append(starts, users.rows), ids_of_pieces)
     succeeds = population.succeeds and f"{population.succeeds}; {called}"
     name = f"{population.name}; {called}"
     return replace(population, name=name, users=store, succeeds=succeeds)
 
 
 def sharing(users: UserStore) -> str:
-    """Return what a population's name says about rows with several owners; "" without them."""
+    """Return the end of the population's name if rows have several owners, "" otherwise."""
     if ROW_OWNERS not in users.fields:
         return ""
-    most = users.fields[ROW_OWNERS].shape[1]
-    return f"; rows have up to {most} owners, and who owns which is public"
+    owners = users.fields[ROW_OWNERS].shape[1]
+    return f"; rows have up to {owners} owners, and who owns which is public"
 
 
 def load_population(name: str, options: Mapping[str, object]) -> Population:
-    """Load a population by a loader's name or "package.module:function"; naming a function runs it.
+    """Load a population by a loader's name or "package.module:function"; the function is run.
 
-    Options are keyword arguments, checked against the function's signature first. Of an error that
-    is not fedpriv's own only type and line are reported, because its text may hold users' data.
+    Options are keyword arguments, checked against the function's signature first. For an error that
+    is not fedpriv's own, only type and line are reported, because its text may hold users' data.
     """
     what = f"population {name!r}"
     loader = import_function(what, name, DataError, _LOADERS)
@@ -546,18 +546,18 @@ def load_population(name: str, options: Mapping[str, object]) -> Population:
 def check_count(name: str, value: object, least: int = 1) -> int:
     """Return `value` as an int; InvalidValueError unless it is a whole number ≥ `least`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        legal = f"a whole number of at least {least}"
-        raise InvalidValueError(f"{name} is {value!r}; it must be {legal}")
+        limit = f"a whole number of at least {least}"
+        raise InvalidValueError(f"{name} is {value!r}; it must be {limit}")
     return int(value)
 
 
 def check_like(what: str, rows: Array, others: str, like: Array) -> None:
-    """Raise DataError unless the rows of two arrays fit into one field."""
+    """Raise DataError unless the rows of two arrays fit into the same field."""
     # Types rather than dtypes, because strings of different widths fit each other.
     kind, other = ((a.dtype.type, a.dtype.isnative, a.shape[1:]) for a in (rows, like))
     if kind != other:
-        found = f"{what} is {_per_row(rows)} per row; {others} {_per_row(like)}"
-        raise DataError(f"{found}; give both one dtype and shape, as by np.asarray(x, np.float32)")
+        kinds = f"{what} is {_per_row(rows)} per row; {others} {_per_row(like)}"
+        raise DataError(f"{kinds}; give both one dtype and shape, as by np.asarray(x, np.float32)")
 
 
 def offsets_of(sizes: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
@@ -570,8 +570,8 @@ def spread_over(offsets: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
 
     Row j of a user, from 0, belongs to it if ⌊(j + 1)·share⌋ > ⌊j·share⌋.
     """
-    within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
-    return np.floor((within + 1) * share) > np.floor(within * share)
+    number = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
+    return np.floor((number + 1) * share) > np.floor(number * share)
 
 
 def as_id_array(ids: Sequence[object] | Array) -> IdArray:
@@ -581,19 +581,19 @@ def as_id_array(ids: Sequence[object] | Array) -> IdArray:
     ids, and drops null characters at the ends of strings.
     """
     if not isinstance(ids, Iterable) or isinstance(ids, str | bytes | Set | Mapping):
-        found = f"user ids are of the type {type(ids).__name__}"
-        raise DataError(f"{found}; they must be a list, one id per row")
+        kind = f"user ids are of the type {type(ids).__name__}"
+        raise DataError(f"{kind}; they must be a list, one id per row")
     if isinstance(ids, np.ndarray) and ids.ndim != 1:
         raise DataError(f"user ids have shape {ids.shape}; they must be one-dimensional")
     if isinstance(ids, np.ndarray) and ids.dtype.kind in "iuU" and not np.ma.isMaskedArray(ids):
         return ids
     values = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
-    kind = str if values and isinstance(values[0], str) else (int, np.integer)
+    kinds = str if values and isinstance(values[0], str) else (int, np.integer)
     for position, value in enumerate(values):
-        if isinstance(value, bool) or not isinstance(value, kind):
-            found = f"user id number {position} is {value!r}"
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            place = f"user id number {position} is {value!r}"
             raise DataError(
-                f"{found}; ids must be all strings or all integers, so leave out rows without an "
+                f"{place}; ids must be all strings or all integers, so leave out rows without an "
                 "id, and turn ids into integers, as astype(int) does, or into text, as astype(str)"
             )
         if isinstance(value, str) and value.endswith("\0"):
@@ -605,7 +605,7 @@ def as_id_array(ids: Sequence[object] | Array) -> IdArray:
 
 
 def plain_id(user: object) -> str:
-    """Return an id as people read it: in Unicode's form NFC, without spaces at its ends."""
+    """Return an id as people read it: in Unicode form NFC, without spaces at its ends."""
     return unicodedata.normalize("NFC", str(user)).strip()
 
 
@@ -614,13 +614,13 @@ def check_not_enrolled(owners: Sequence[object] | Array, enrolled: Iterable[obje
 
     No guarantee covers figures of an enrolled user.
     """
-    if both := {*map(plain_id, np.unique(as_id_array(owners)))} & {*map(plain_id, enrolled)}:
-        found = f"held-out rows name {len(both)} of the enrolled users"
-        raise DataError(f"{found}; they must not belong to an enrolled user")
+    if common := {*map(plain_id, np.unique(as_id_array(owners)))} & {*map(plain_id, enrolled)}:
+        count = f"held-out rows name {len(common)} of the enrolled users"
+        raise DataError(f"{count}; they must not belong to an enrolled user")
 
 
 def _narrow(texts: NDArray[np.str_]) -> NDArray[np.str_]:
-    """Return the strings in an array that is as wide as the longest of them."""
+    """Return the strings in an array as wide as the longest of them."""
     narrow: NDArray[np.str_] = texts.astype(f"U{np.char.str_len(texts).max(initial=1)}")
     return narrow
 
@@ -643,19 +643,19 @@ def _check_read_apart(ids: list[str]) -> None:
     """Raise DataError if an id is empty, or if two ids read alike."""
     plains = [*map(plain_id, ids)]
     if "" in plains:
-        empty = ids[plains.index("")]
-        raise DataError(f"user id {empty!r} is empty; every row must name its user")
+        blank = ids[plains.index("")]
+        raise DataError(f"user id {blank!r} is empty; every row must name its user")
     if plains == ids:  # ids are distinct
         return
     first: dict[str, str] = {}
-    for plain, user in zip(plains, ids, strict=True):
-        if (other := first.setdefault(plain, user)) != user:
-            alike = f"user ids {other!r} and {user!r} differ in spaces or Unicode's form alone"
-            raise DataError(f"{alike}; each user must occur once")
+    for form, user in zip(plains, ids, strict=True):
+        if (previous := first.setdefault(form, user)) != user:
+            pair = f"user ids {previous!r} and {user!r} differ in spaces or Unicode's form alone"
+            raise DataError(f"{pair}; each user must occur once")
 
 
 def _check_owners(users: UserStore) -> None:
-    """Raise DataError unless each row names enrolled users, and first the one that stores it."""
+    """Raise DataError unless each row names enrolled users, first the one that stores it."""
     owners, ids = users.fields[ROW_OWNERS], users.user_ids
     if owners.ndim != 2 or owners.shape[1] < 2 or ids is None:
         shape = owners.shape
@@ -663,7 +663,7 @@ def _check_owners(users: UserStore) -> None:
     if not np.isin(owners, ids).all():
         raise DataError(f"field {ROW_OWNERS!r} names a user who is not enrolled; all must be")
     if (owners[:, 0] != np.repeat(np.asarray(ids), users.sizes)).any():
-        raise DataError(f"field {ROW_OWNERS!r} must name the user first with whom a row is stored")
+        raise DataError(f"field {ROW_OWNERS!r} must first name the user with whom a row is stored")
 
 
 def _checked_rows(fields: Fields) -> int:
@@ -705,8 +705,8 @@ def _check_positions(name: str, positions: NDArray[np.integer], end: int) -> Non
     if positions.dtype.kind not in "iu":
         raise InvalidValueError(f"{name} have dtype {positions.dtype}; they must be integers")
     if positions.size and not (positions.min() >= 0 and positions.max() < end):
-        found = f"[{positions.min()}, {positions.max()}]"
-        raise InvalidValueError(f"{name} lie in {found}; they must lie in [0, {end})")
+        interval = f"[{positions.min()}, {positions.max()}]"
+        raise InvalidValueError(f"{name} lie in {interval}; they must lie in [0, {end})")
 
 
 def _per_row(rows: Array) -> str:
@@ -719,14 +719,14 @@ def _gather(column: Array, rows: NDArray[np.integer], out: Array | None) -> Arra
     if isinstance(mapping, mmap.mmap) and rows.size and column.strides[0]:
         _read_ahead(mapping, column.offset % mmap.ALLOCATIONGRANULARITY, column.strides[0], rows)
     # Rows are legal; with mode "raise" NumPy would buffer the output.
-    taken: Array = np.take(np.asarray(column), rows, axis=0, out=out, mode="clip")
+    gathered: Array = np.take(np.asarray(column), rows, axis=0, out=out, mode="clip")
     if isinstance(mapping, mmap.mmap):
         mapping.madvise(mmap.MADV_DONTNEED)
-    return taken
+    return gathered
 
 
 def _read_ahead(mapping: mmap.mmap, start: int, size: int, rows: NDArray[np.integer]) -> None:
-    """Request the pages of all rows at once; otherwise each page would cause a wait of its own."""
+    """Request the pages of all rows at once; otherwise there would be a wait for each page."""
     ordered = np.sort(rows.astype(np.int64), axis=None)
     pages = (start + ordered * size) // mmap.PAGESIZE
     ends = (start + (ordered + 1) * size - 1) // mmap.PAGESIZE + 1
@@ -739,35 +739,35 @@ def _read_ahead(mapping: mmap.mmap, start: int, size: int, rows: NDArray[np.inte
 
 def _write_parts(folder: Path, parts: Iterable[UserStore]) -> None:
     """Write all files of a store; one part is in memory at a time."""
-    like, files = dict[str, Array](), dict[str, BinaryIO]()
+    forms, files = dict[str, Array](), dict[str, BinaryIO]()
     sizes, ids, broken = list[NDArray[np.int64]](), list[IdArray](), dict[int, str]()
     with ExitStack() as opened:
         for part in parts:
             for name, column in part.fields.items() if not sizes else ():
-                like[name] = np.empty((0, *column.shape[1:]), column.dtype)
+                forms[name] = np.empty((0, *column.shape[1:]), column.dtype)
                 # Mode "x": two fields whose names differ only in case must not share a file.
                 files[name] = opened.enter_context((folder / f"field-{name}.npy").open("xb"))
-                _write_header(files[name], like[name], 0)
-            if part.fields.keys() != like.keys():
-                raise DataError(f"parts have the fields {list(like)} and {list(part.fields)}")
+                _write_header(files[name], forms[name], 0)
+            if part.fields.keys() != forms.keys():
+                raise DataError(f"parts have the fields {list(forms)} and {list(part.fields)}")
             for name, column in part.fields.items():
-                if (one := _per_row(like[name])) != (other := _per_row(column)):
+                if (one := _per_row(forms[name])) != (other := _per_row(column)):
                     sentence = f"field {name!r} is {one} per row in one part, {other} in another"
                     raise DataError(sentence)
                 np.ascontiguousarray(column).tofile(files[name])
-            before = sum(map(len, sizes))
-            broken |= {before + user: why for user, why in part.broken.items()}
+            first_user = sum(map(len, sizes))
+            broken |= {first_user + user: why for user, why in part.broken.items()}
             sizes.append(part.sizes)
             ids += [] if part.user_ids is None else [as_id_array(part.user_ids)]
         if not sizes:
             raise DataError("a user store has no users; it needs at least one")
         offsets = offsets_of(np.concatenate(sizes))
         for name, file in files.items():
-            _write_header(file, like[name], int(offsets[-1]))
+            _write_header(file, forms[name], int(offsets[-1]))
     np.save(folder / "offsets.npy", offsets)
     if ids:
         np.save(folder / "user_ids.npy", _joined_ids(ids, len(sizes), len(offsets) - 1))
-    facts = {"format": _FORMAT, "fields": [*like], "user_ids": bool(ids), "broken": broken}
+    facts = {"format": _FORMAT, "fields": [*forms], "user_ids": bool(ids), "broken": broken}
     (folder / "store.json").write_text(json.dumps(facts, indent=1))
 
 
@@ -789,18 +789,18 @@ def _joined_ids(ids: list[IdArray], parts: int, users: int) -> IdArray:
 
 
 def _read_description(path: Path) -> tuple[list[str], bool, dict[int, str]]:
-    """Return the names of the fields, whether users have ids, and why users are broken."""
+    """Return the names of the fields, whether users have ids, and reasons of broken users."""
     if not path.is_file():
         raise DataError(f"{path.parent} is not a saved user store: it has no store.json")
     try:
         facts = json.loads(path.read_text())
-        found, names = facts["format"], [*map(str, facts["fields"])]
+        version, names = facts["format"], [*map(str, facts["fields"])]
         broken = {int(user): str(why) for user, why in facts["broken"].items()}
         with_ids = bool(facts["user_ids"])
     except (ValueError, TypeError, KeyError, AttributeError):
-        found = None
-    if found != _FORMAT or not all(name.isidentifier() for name in names):
-        raise DataError(f"{path} has the format {found!r}; this program reads {_FORMAT!r}")
+        version = None
+    if version != _FORMAT or not all(name.isidentifier() for name in names):
+        raise DataError(f"{path} has the format {version!r}; this program reads {_FORMAT!r}")
     return names, with_ids, broken
 
 
@@ -810,6 +810,6 @@ def _read_array(path: Path, *, mapped: bool) -> NDArray[Any]:
     except (ValueError, EOFError) as error:  # NumPy's text may quote the content
         raise DataError(f"{path} cannot be read as an array of numbers or strings") from error
     if isinstance(array.base, mmap.mmap):
-        # Users of a cohort are scattered: otherwise each read would load unused pages nearby.
+        # Users of a cohort are scattered; otherwise each read would load unused pages nearby.
         array.base.madvise(mmap.MADV_RANDOM)
     return array

@@ -74,8 +74,8 @@ def with_adapters(
 ) -> nn.Module:
     """Return a copy of a model with `Adapted` layers, in which only adapters require gradients.
 
-    Its outputs are those of the model. To train other parameters too, such as those of a head, name
-    them in the task: `Task(trained=["*lora_*", "head.*"])`.
+    It computes the same outputs. To train other parameters too, such as those of a head, name them
+    in the task: `Task(trained=["*lora_*", "head.*"])`.
 
     >>> model = with_adapters(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), 2, layers=["0"])
     >>> [name for name, p in model.named_parameters() if p.requires_grad]
@@ -87,7 +87,7 @@ def with_adapters(
         alpha: positive; by default r, so that the product is not scaled.
         layers: names, or patterns, of layers of type `torch.nn.Linear` and `torch.nn.Embedding`; by
             default all. An embedding must have no `max_norm`.
-        seed: of the matrices A, which are public; from 0 to 2⁶⁴ − 1.
+        seed: draws the matrices A, which are public; from 0 to 2⁶⁴ − 1.
 
     Raises:
         ModelError: rank or alpha is out of range, a pattern matches no such layer, or the model has
@@ -103,7 +103,7 @@ def with_adapters(
         raise ModelError(f"alpha of adapters is {alpha!r}; it must be positive and finite")
     if any(isinstance(layer, Adapted) for layer in model.modules()):
         raise ModelError("the model has adapters already; merge_adapters puts them into its layers")
-    # Without subclasses, whose `forward` may use the weights differently.
+    # No subclasses, since their `forward` may use the weights differently.
     adaptable = {
         name: layer
         for name, layer in model.named_modules()
@@ -127,7 +127,7 @@ def with_adapters(
 def merge_adapters(model: nn.Module) -> nn.Module:
     """Return a copy of a model in which plain layers with merged weights replace `Adapted` ones.
 
-    Its outputs are those of the model up to rounding, and its parameters have the names from before
+    It computes the same outputs up to rounding, and its parameters have the names from before
     `with_adapters`.
     """
     check_types(model=(model, nn.Module))

@@ -43,16 +43,16 @@ class AloneModel:
     ) -> TorchTensors:
         """Return one user's displacement after all steps on its examples, [1, *shape] by name.
 
-        It includes that of personal parameters, and the changes of control variates if any.
+        It includes personal parameters, and the changes of control variates if any.
         """
         with self.begun(start, training=True) as model:
-            trained = [self._kept.tensors[name] for name in start.parameters]
+            parameters = [self._kept.tensors[name] for name in start.parameters]
             memory = [self._kept.numbers[name] for name in start.parameters]
             descent = Descent(start, examples.schedule.local)
             for step, (x, y) in enumerate(examples.batches(), start=1):
                 losses = self._task.losses_of(outputs_of(model, x, activations), y)
                 mean = losses.sum() * self._task.weight(y).to(losses)
-                gradients = torch.autograd.grad(mean, trained, materialize_grads=True)
+                gradients = torch.autograd.grad(mean, parameters, materialize_grads=True)
                 descent.step_of_one(memory, gradients)
                 if step < examples.steps:
                     descent.put_into(memory)

@@ -19,13 +19,13 @@ Activations = Literal["float32", "tf32", "bfloat16"]
 `torch.autocast`. With "tf32", which only GPUs support, products of float32 round their factors to
 11 bits. Parameters, losses, updates, their sums and all metrics remain float32."""
 
-# Held while torch's process-wide settings and the models' parameters belong to one thread; also
-# while a thread forks, so that no child process inherits those of another thread.
+# Held while one thread uses torch's process-wide settings and the models' parameters; also while a
+# thread forks, so that no child process inherits those of another thread.
 ARITHMETIC_LOCK = threading.RLock()
 
 _CPU = torch.device("cpu")
 _SMALLEST = torch.finfo(torch.float32).tiny
-_PER_THREAD = 2**15  # the least numbers that torch gives to a thread
+_PER_THREAD = 2**15  # numbers; torch gives no thread fewer
 
 
 def activations_named(name: object, device: torch.device) -> Activations:
@@ -105,7 +105,7 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
 
     Only one thread at a time can be within the context.
     """
-    # The processor's flag, which torch and NumPy share in a thread.
+    # A flag of the processor, which torch and NumPy share in a thread.
     flushed = bool(np.float32(_SMALLEST) / np.float32(2.0) == 0.0)
     torch.set_flush_denormal(False)
     try:
@@ -136,9 +136,9 @@ def refuse_flushing_threads() -> None:
 
 @contextmanager
 def generators_apart(seed: int | None = None, device: torch.device = _CPU) -> Iterator[None]:
-    """Restore the generators of torch, NumPy and Python, which models may use, at the end.
+    """At the end, restore the generators of torch, NumPy and Python, which models may use.
 
-    With a seed, reset torch's within. All threads share the generators, so they take turns.
+    With a seed, seed torch's first. All threads share the generators, so they take turns.
     """
     devices = [device] if device.type == "cuda" else []
     with ARITHMETIC_LOCK, torch.random.fork_rng(devices=devices):

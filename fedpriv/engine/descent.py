@@ -37,8 +37,8 @@ class Descent:
             return same_for_all(self._start, users)
         if not self._parameters:
             self._parameters = {n: torch.empty_like(m) for n, m in self.displacement.items()}
-        for name, moved in self.displacement.items():
-            torch.add(self._start[name], moved[:users], out=self._parameters[name][:users])
+        for name, displacement in self.displacement.items():
+            torch.add(self._start[name], displacement[:users], out=self._parameters[name][:users])
         return {name: p[:users] for name, p in self._parameters.items()}
 
     def step(
@@ -75,8 +75,8 @@ class Descent:
 
     def put_into(self, memory: Sequence[Tensor]) -> None:
         """Write the parameters of the only user to tensors [*shape]."""
-        moved = self.displacement.values()
-        for tensor, start, displacement in zip(memory, self._start.values(), moved, strict=True):
+        moves = self.displacement.values()
+        for tensor, start, displacement in zip(memory, self._start.values(), moves, strict=True):
             torch.add(start, displacement[0], out=tensor)
 
     def _moves(self, parameters: Mapping[str, Tensor], gradients: TorchTensors) -> TorchTensors:
@@ -85,9 +85,9 @@ class Descent:
             return {name: gradient * -self._rate for name, gradient in gradients.items()}
         moves, local = {}, self._local
         for name, gradient in gradients.items():
-            users, moved = len(gradient), self.displacement.get(name)
-            if moved is not None and local.proximal:
-                gradient = (moved[:users] * local.proximal).add_(gradient)  # noqa: PLW2901
+            users, displacement = len(gradient), self.displacement.get(name)
+            if displacement is not None and local.proximal:
+                gradient = (displacement[:users] * local.proximal).add_(gradient)  # noqa: PLW2901
             if name not in self._memory:
                 zeros = tuple(torch.zeros_like(gradient) for _ in range(local.memories))
                 self._memory[name] = zeros
@@ -95,9 +95,9 @@ class Descent:
             control = self._control.get(name, gradient.new_zeros(()))
             state = parameters[name], memory, control, name in self._personal
             step = local.direction(LocalStep(self._steps, gradient, *state))
-            direction, after = _checked(local, step, gradient)
-            for tensor, new in zip(memory, after, strict=True):
-                tensor.copy_(new)
+            direction, values = _checked(local, step, gradient)
+            for tensor, value in zip(memory, values, strict=True):
+                tensor.copy_(value)
             moves[name] = direction * -self._rate
         return moves
 
@@ -110,8 +110,8 @@ class Descent:
 def _checked(local: LocalTraining, step: Any, gradient: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
     """Return the direction and the memory of a step; ModelError if they are something else."""
     match step:
-        case [Tensor(shape=gradient.shape) as direction, [*after]] if len(after) == local.memories:
-            return direction, after
+        case [Tensor(shape=gradient.shape) as direction, [*state]] if len(state) == local.memories:
+            return direction, state
     parts = step if isinstance(step, tuple) else (step,)
     kinds = (f"{type(p).__name__}{[*p.shape] if hasattr(p, 'shape') else ''}" for p in parts)
     raise ModelError(

@@ -70,7 +70,7 @@ class Examples:
     device: torch.device
     task: Task  # which defines the fields to read
     resident: TorchTensors | None = None  # the store's fields, if they are `held_on` the device
-    # The result of `given`, perhaps for other users of the same shape; if set, it replaces these.
+    # The result of `given`, perhaps for another chunk of the same shape; if set, it replaces these.
     made_of: TorchTensors = field(default_factory=dict)
 
     @property
@@ -85,9 +85,9 @@ class Examples:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The numbers that determine which kernels of a GPU run."""
-        schedule, measured = self.schedule, self.made_of.get(_ORDER + _REAL)
-        blocks = 0 if measured is None else measured.shape[1]
+        """The numbers that determine which kernels a GPU runs."""
+        schedule, order = self.schedule, self.made_of.get(_ORDER + _REAL)
+        blocks = 0 if order is None else order.shape[1]
         steps = len(self.slices), schedule.slices, schedule.width
         return self.lanes, *steps, blocks, int(self.rests)
 
@@ -107,7 +107,7 @@ class Examples:
 
     @property
     def used(self) -> list[list[int]]:
-        """How many lanes hold the users who have rows in each slice of each step."""
+        """Number of lanes that are needed in each slice of each step."""
         if self.device.type != "cpu":  # all lanes, since their kernels are captured
             return [[self.lanes] * self.schedule.slices for _ in self.slices]
         return [
@@ -120,20 +120,20 @@ class Examples:
 
     @cached_property
     def rests(self) -> bool:
-        """Whether a user has fewer steps, or fewer slices in a step, than their lane provides."""
+        """True if a user has fewer steps, or fewer slices in a step, than its lane provides."""
         return any(slices.min() < self.schedule.slices for slices in self.slices)
 
     def given(self, *, measured: bool) -> TorchTensors:
-        """Return the tensors on the device from which all batches follow.
+        """Return the tensors on the device that determine all batches.
 
         `measured`: whether to include the rows that are measured.
         """
-        width, drawn = self.schedule.width, {}
-        drawn[_STEPS] = self.schedule.rows(0, len(self.slices), self.lanes)
+        width, tables = self.schedule.width, {}
+        tables[_STEPS] = self.schedule.rows(0, len(self.slices), self.lanes)
         if measured:
-            drawn[_ORDER] = self.schedule.in_order(0, -(-int(self.counts.max()) // width) * width)
+            tables[_ORDER] = self.schedule.in_order(0, -(-int(self.counts.max()) // width) * width)
         tensors = {_WORDS: torch.from_numpy(self.schedule.words)}
-        for part, (rows, real) in drawn.items():
+        for part, (rows, real) in tables.items():
             tensors[part + _REAL] = torch.from_numpy(real).float()
             if self.resident is not None:
                 tensors[part + _ROWS] = torch.from_numpy(rows)
@@ -142,7 +142,7 @@ class Examples:
         return {name: to_device(tensor, self.device) for name, tensor in tensors.items()}
 
     def windows(self, lanes: list[int]) -> Iterator[Batches]:
-        """Yield all slices, some steps at a time; `lanes` are the lanes needed in each step."""
+        """Yield all slices, some steps at a time; `lanes` is the number needed in each step."""
         if self.made_of:
             yield self._from_given(_STEPS)
             return
@@ -164,14 +164,14 @@ class Examples:
 
     def blocks(self) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
         """Yield each row to measure once: x and y [L·W, …], and which rows are real [L, W]."""
-        whole, most = self._from_given(_ORDER) if self.made_of else None, int(self.counts.max())
+        batches, limit = self._from_given(_ORDER) if self.made_of else None, int(self.counts.max())
         together = bool(self.chunk.shapes)
-        width = self.schedule.width if together else min(_MEASURED, most)
-        for first in range(0, whole.y.shape[1] if whole else most, width):
+        width = self.schedule.width if together else min(_MEASURED, limit)
+        for first in range(0, batches.y.shape[1] if batches else limit, width):
             # Side by side, the size of one user must not change the shape of others.
-            size = width if together else min(width, most - first)
-            part = whole or self._batches(*self.schedule.in_order(first, size))
-            start = first if whole else 0
+            size = width if together else min(width, limit - first)
+            part = batches or self._batches(*self.schedule.in_order(first, size))
+            start = first if batches else 0
 
             def rows(t: Tensor, start: int = start) -> Tensor:
                 return t[:, start : start + width].flatten(0, 1)
@@ -184,13 +184,13 @@ class Examples:
         return self.made_of.get(_WORDS, torch.from_numpy(self.schedule.words))
 
     def _from_given(self, part: str) -> Batches:
-        given = {n.removeprefix(part): t for n, t in self.made_of.items() if n.startswith(part)}
-        columns = given if self.resident is None else self._selected(given[_ROWS])
-        return Batches(*self.task.given(columns), given[_REAL])
+        tensors = {n.removeprefix(part): t for n, t in self.made_of.items() if n.startswith(part)}
+        columns = tensors if self.resident is None else self._selected(tensors[_ROWS])
+        return Batches(*self.task.given(columns), tensors[_REAL])
 
     def _batches(self, rows: Integers, real: npt.NDArray[np.bool_]) -> Batches:
-        counting = to_device(torch.from_numpy(real).float(), self.device)
-        return Batches(*self.task.given(self._columns(rows)), counting)
+        is_real = to_device(torch.from_numpy(real).float(), self.device)
+        return Batches(*self.task.given(self._columns(rows)), is_real)
 
     def _columns(self, rows: Integers) -> TorchTensors:
         """Return the fields of rows [L, …] on the device."""
@@ -212,8 +212,8 @@ class Examples:
         for name in self.task.fields:
             column = self.store.fields[name]
             shape = *rows.shape, *column.shape[1:]
-            kind = torch.from_numpy(np.empty(0, column.dtype)).dtype
-            columns[name] = torch.empty(shape, dtype=kind, pin_memory=pinned)
+            dtype = torch.from_numpy(np.empty(0, column.dtype)).dtype
+            columns[name] = torch.empty(shape, dtype=dtype, pin_memory=pinned)
             columns[name][users:].zero_()
         self.store.take(rows[:users], {name: t[:users].numpy() for name, t in columns.items()})
         return columns
@@ -230,7 +230,7 @@ def held_on(device: torch.device, columns: Mapping[str, npt.NDArray[np.generic]]
     """Return a copy of fields on a device, [rows + 1, …], with zeros in the last row."""
     copies = {}
     for name, column in columns.items():
-        kind = torch.from_numpy(np.empty(0, column.dtype)).dtype
-        copies[name] = torch.zeros((len(column) + 1, *column.shape[1:]), dtype=kind, device=device)
+        dtype = torch.from_numpy(np.empty(0, column.dtype)).dtype
+        copies[name] = torch.zeros((len(column) + 1, *column.shape[1:]), dtype=dtype, device=device)
         copies[name][:-1] = torch.from_numpy(np.ascontiguousarray(column))
     return copies

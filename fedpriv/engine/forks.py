@@ -1,6 +1,6 @@
 """Processes that train in parallel: forks of this process, which share its data and model.
 
-Threads of one process would wait for Python's lock, and most of all with small models.
+Threads of one process would wait for Python's lock, especially with small models.
 """
 
 import gc
@@ -66,7 +66,7 @@ class Fork:
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         with warnings.catch_warnings(), ARITHMETIC_LOCK:
             # Locks that other threads hold now remain locked in the fork. torch, NumPy and Python
-            # renew theirs, and apart from these, training takes only the lock that is held here.
+            # renew theirs, and besides these, training takes only the lock that is held here.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process.start()
         child_connection.close()
@@ -80,9 +80,9 @@ def _serve(trainer: Trainer, connection: Connection) -> None:
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
-    # Close the parent's files and sockets, which would remain open or locked after its end.
-    needed = sorted((2, connection.fileno(), parent.sentinel, os.sysconf("SC_OPEN_MAX")))
-    for lower, upper in itertools.pairwise(needed):
+    # Close the parent's files and sockets, which would stay open or locked after it ends.
+    in_use = sorted((2, connection.fileno(), parent.sentinel, os.sysconf("SC_OPEN_MAX")))
+    for lower, upper in itertools.pairwise(in_use):
         os.closerange(lower + 1, upper)
 
     def end_with_parent() -> None:
@@ -96,15 +96,15 @@ def _serve(trainer: Trainer, connection: Connection) -> None:
     gc.freeze()  # or each garbage collection would visit all inherited objects
     with computing_with(1), suppress(Exception):
         while True:
-            packed, parts = connection.recv()
-            request: RoundRequest = pickle.loads(packed)
+            pickled, parts = connection.recv()
+            request: RoundRequest = pickle.loads(pickled)
             for chunks in parts:
                 answer = len(chunks), trainer.sum_of(request, chunks)
                 connection.send_bytes(pickle.dumps(answer, protocol=5))
 
 
 def _end(owner: int, process: multiprocessing.process.BaseProcess, connection: Connection) -> None:
-    if os.getpid() == owner:  # and not in another fork, which has a copy of this finalizer
+    if os.getpid() == owner:  # not in another fork, which has a copy of this finalizer
         connection.close()
         process.kill()
         process.join()
@@ -130,7 +130,7 @@ class Crew:
     def __init__(
         self, forks: list[Fork], trainer: Trainer, request: RoundRequest, limit: float | None
     ) -> None:
-        """Forks that end are replaced in `forks`. A user may take `limit` seconds; None: any."""
+        """Forks that end are replaced in `forks`. `limit`: seconds per user; None: no limit."""
         self._forks, self._trainer, self._limit = forks, trainer, limit
         self._packed = pickle.dumps(replace(request, users=request.users[:0]), protocol=5)
         self._dimension = request.clipping.layout.dimension
@@ -144,8 +144,8 @@ class Crew:
             self._begin(shift)
         while shifts:
             deadline = min(shift.deadline for shift in shifts)
-            left = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
-            ready = wait([shift.fork.connection for shift in shifts], left)
+            timeout = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
+            ready = wait([shift.fork.connection for shift in shifts], timeout)
             for shift in shifts:
                 if shift.fork.connection in ready:
                     yield from self._answered(shift)
@@ -174,12 +174,12 @@ class Crew:
         except (EOFError, OSError):
             yield from self._ended(shift)
             return
-        done = [shift.waiting.popleft() for _ in range(number)]
+        answered = [shift.waiting.popleft() for _ in range(number)]
         self._set_deadline(shift)
-        yield np.concatenate([chunk.users for chunk in done]), chunk_sum
+        yield np.concatenate([chunk.users for chunk in answered]), chunk_sum
 
     def _ended(self, shift: _Shift) -> Iterator[tuple[Integers, ChunkSum]]:
-        """Continue in another fork with one user at a time; a user who was alone counts as zero."""
+        """Continue one user at a time in another fork; a user who was alone counts as zero."""
         shift.fork.end()
         if shift.one_by_one and len(shift.waiting[0].users) == 1:
             users = shift.waiting.popleft().users
@@ -197,9 +197,9 @@ class Crew:
         if chunks:
             self._begin(shift)
 
-    def _replaced(self, ended: Fork) -> Fork:
+    def _replaced(self, old_fork: Fork) -> Fork:
         fork = Fork(self._trainer)
-        self._forks[self._forks.index(ended)] = fork
+        self._forks[self._forks.index(old_fork)] = fork
         return fork
 
 

@@ -1,7 +1,7 @@
 """The training of chunks on a GPU as CUDA graphs.
 
-Chunks of one shape run the same sequence of kernels, and Python takes longer to launch many of them
-than they take to run. So the first chunk of a shape is computed as on any device, the second is
+Chunks of one shape run the same sequence of kernels, and launching many of them from Python takes
+longer than running them. So the first chunk of a shape is computed as on any device, the second is
 captured as a graph, and later ones replay the graph, which launches its kernels together. A graph
 computes the sum of a chunk if the clipping is that of the previous round, and otherwise the updates
 of users. Its kernels are the same, so its results are equal to the last bit. `engine.roads` checks
@@ -52,7 +52,7 @@ class Graphs:
         self._clipping, self.steady = clipping, steady
 
     def may_capture(self, shape: Hashable) -> bool:
-        """Return whether capturing this shape has not failed before."""
+        """Return False if capturing this shape has failed before."""
         return self._captured.get(shape, shape) is not None
 
     def computed(
@@ -61,7 +61,7 @@ class Graphs:
         local: LocalTraining,
         shape: Hashable,
         start: RoundParameters,
-        given: TorchTensors,
+        inputs: TorchTensors,
     ) -> Updates:
         """Return the result of `compute`, in memory that the next call overwrites.
 
@@ -72,13 +72,13 @@ class Graphs:
             self._local = local
         if shape not in self._seen:
             self._seen.add(shape)
-            return compute(start, given)
+            return compute(start, inputs)
         if shape not in self._captured:
             if self._free() < self._memory:
                 self._drop()
-            self._captured[shape] = self._capture(compute, start, given)
+            self._captured[shape] = self._capture(compute, start, inputs)
         graph = self._captured[shape]
-        return compute(start, given) if graph is None else graph.replayed(start, given)
+        return compute(start, inputs) if graph is None else graph.replayed(start, inputs)
 
     def clear(self) -> None:
         """Drop all graphs, and free their memory."""
@@ -97,13 +97,13 @@ class Graphs:
         return free + reserved - torch.cuda.memory_allocated(self._device)
 
     def _capture(
-        self, compute: Compute, start: RoundParameters, given: TorchTensors
+        self, compute: Compute, start: RoundParameters, inputs: TorchTensors
     ) -> "_Graph | None":
         try:
             # This also makes the present stream current again if a capture fails.
             with torch.cuda.stream(torch.cuda.current_stream(self._device)):
                 memory = self._stream, self._pool
-                graph = _Graph(compute, start, given, self._constants, *memory)
+                graph = _Graph(compute, start, inputs, self._constants, *memory)
         except Exception as error:  # a model may do things that cannot be captured
             _log.info("a shape is not captured: %s", type(error).__name__)
             return None
@@ -118,7 +118,7 @@ class _Graph:
         self,
         compute: Compute,
         start: RoundParameters,
-        given: TorchTensors,
+        inputs: TorchTensors,
         constants: TorchTensors,
         stream: Any,
         pool: Any,
@@ -132,24 +132,24 @@ class _Graph:
             start.personal,
         )
         self._copied = start  # the start whose numbers `_start` has
-        self._given = {name: tensor.clone() for name, tensor in given.items()}
-        # Once before the capture, so that libraries have initialised themselves on the stream.
+        self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
+        # A first run, in which libraries initialise themselves on the stream.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            compute(self._start, self._given)
+            compute(self._start, self._inputs)
         self._graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile.
         with torch.cuda.graph(self._graph, pool, stream, capture_error_mode="thread_local"):
-            self._updates = compute(self._start, self._given)
+            self._updates = compute(self._start, self._inputs)
 
     @property
     def pool(self) -> Any:
         """Memory of the graph, which graphs that are never replayed at once can share."""
         return self._graph.pool()
 
-    def replayed(self, start: RoundParameters, given: TorchTensors) -> Updates:
+    def replayed(self, start: RoundParameters, inputs: TorchTensors) -> Updates:
         """Return the updates for these inputs, in memory that the next call overwrites."""
-        copies = [(self._given, given)]
+        copies = [(self._inputs, inputs)]
         if start is not self._copied:
             self._copied = start
             copies += [

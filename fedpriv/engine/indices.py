@@ -32,14 +32,14 @@ class Indices:
         fields = ((name, users.fields[name]) for name in task.fields)
         self._zeros = {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in fields}
 
-    def largest(self, name: str, most: int) -> int:
-        """Return the largest legal number of a field of integers or bools, at most `most`.
+    def largest(self, name: str, limit: int) -> int:
+        """Return the largest legal number of a field of integers or bools, at most `limit`.
 
         No larger number is tried, since a model may need memory in proportion to it.
         """
         if self._zeros[name].dtype.kind == "b":
             return 1
-        return _last(partial(self._all_legal, name), min(most, self._ends(name)[1]))
+        return _last(partial(self._all_legal, name), min(limit, self._ends(name)[1]))
 
     def check(self, users: npt.NDArray[np.int64]) -> None:
         """Raise the error of the model or the loss for the first of these users that has one.
@@ -55,49 +55,49 @@ class Indices:
                 raise reason.with_traceback(None)
 
     def _suspects(self, users: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the users with an integer outside the known ranges; each is examined once."""
-        new = users[~self._seen[users]]
-        if len(new):
-            self._suspect[new] = self._beyond(new)
-            self._seen[new] = True
+        """Return the users with an integer outside the legal ranges; each is examined once."""
+        newcomers = users[~self._seen[users]]
+        if len(newcomers):
+            self._suspect[newcomers] = self._beyond(newcomers)
+            self._seen[newcomers] = True
         return users[self._suspect[users]]
 
     def _beyond(self, users: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return whether each user has an integer outside the known ranges, [n]."""
+        """Return whether each user has an integer outside the legal ranges, [n]."""
         starts, ends = self._users.offsets[users], self._users.offsets[users + 1]
         firsts = np.cumsum(ends - starts) - (ends - starts)
         owners = np.arange(len(users)).repeat(ends - starts)  # the user of each row
         rows = np.arange(len(owners)) + (starts - firsts)[owners]
         suspect = np.zeros(len(users), np.bool_)
-        for name, (least, most) in self._legal.items():
+        for name, (low, high) in self._legal.items():
             field = cast(npt.NDArray[np.integer], self._users.fields[name])
             memory = np.empty((len(rows), *field.shape[1:]), field.dtype)
             self._users.take(rows, {name: memory})
-            beyond = (memory < least) | (memory > most)
+            is_beyond = (memory < low) | (memory > high)
             if name == self._task.targets and self.may_ignore:
-                beyond &= memory != self._task.ignore_index
-            suspect |= np.logical_or.reduceat(beyond.reshape(len(rows), -1).any(1), firsts)
+                is_beyond &= memory != self._task.ignore_index
+            suspect |= np.logical_or.reduceat(is_beyond.reshape(len(rows), -1).any(1), firsts)
         return suspect
 
     @cached_property
     def _legal(self) -> dict[str, tuple[int, int]]:
-        """A range of legal numbers around 0 by field, without fields in which all are legal.
+        """A range of legal numbers around 0 by field, omitting fields that accept all numbers.
 
-        A number is tried in all places of a field at once, so other numbers may be legal in some of
-        its places, and numbers further from 0 may be legal again.
+        A number is tried in all places of a field at once, so other numbers may be legal in some
+        places, and numbers further from 0 may be legal again.
         """
         ranges = {}
         for name, column in self._zeros.items():
             if np.issubdtype(column.dtype, np.integer):
                 ends = self._ends(name)
-                least, most = (_last(partial(self._all_legal, name), end) for end in ends)
-                if (least, most) != ends:
-                    ranges[name] = least, most
+                low, high = (_last(partial(self._all_legal, name), end) for end in ends)
+                if (low, high) != ends:
+                    ranges[name] = low, high
         return ranges
 
     @cached_property
     def may_ignore(self) -> bool:
-        """Whether the task's `ignore_index` is legal as a target."""
+        """True if the task's `ignore_index` is legal as a target."""
         return self._all_legal(self._task.targets, self._task.ignore_index)
 
     def _ends(self, name: str) -> tuple[int, int]:
@@ -106,7 +106,7 @@ class Indices:
         return int(limits.min), int(limits.max)
 
     def _all_legal(self, name: str, number: int) -> bool:
-        """Return whether an example works that is zero except for this number in one field."""
+        """Return whether an example with this number in one field and zeros elsewhere works."""
         try:
             column = np.full_like(self._zeros[name], number)
         except OverflowError:
@@ -124,9 +124,9 @@ class Indices:
 
 
 def _last(is_legal: Callable[[int], bool], end: int) -> int:
-    """Return the last number, from 0 towards `end`, before the first that is refused.
+    """Return the last number, from 0 towards `end`, before the first that is not legal.
 
-    Powers of two are tried first, then the numbers between the last two of them, by bisection.
+    It tries powers of two first, then bisects between the last two of them.
     """
     sign, size = (-1 if end < 0 else 1), abs(end)
     accepted, refused = 0, size + 1
@@ -136,6 +136,6 @@ def _last(is_legal: Callable[[int], bool], end: int) -> int:
             refused = candidate
             break
         accepted = candidate
-    between = range(accepted + 1, refused)
-    accepted += bisect_left(between, 1, key=lambda number: not is_legal(sign * number))
+    candidates = range(accepted + 1, refused)
+    accepted += bisect_left(candidates, 1, key=lambda number: not is_legal(sign * number))
     return sign * accepted

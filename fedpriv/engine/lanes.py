@@ -7,9 +7,8 @@ which defines how it is computed for all users. Any other function raises `Mixin
 users train alone. No rule of the table depends on the content of a row, so a row has no influence
 on others.
 
-Therefore the result for a row is a function of that row and its user's weights, for any model,
-except for rounding: the instructions that compute a number may depend on its place. `engine.roads`
-tests that.
+So for any model, the result for a row is a function of that row and its user's weights, except for
+rounding: the instructions that compute a number may depend on its place. `engine.roads` tests that.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -56,8 +55,8 @@ class Weights(Tensor):
     @staticmethod
     def of(own: Tensor) -> "Weights":
         """Wrap the weights of l users, [l, *shape]."""
-        # A tensor with the shape of one user's weights, but without their numbers, so that it is
-        # useless to functions outside the table.
+        # A tensor with the shape of one user's weights, but without their numbers, so functions
+        # outside the table cannot use it.
         weights = own.new_zeros(()).expand(own.shape[1:]).as_subclass(Weights)
         weights.own, weights.learning = own, None
         return weights
@@ -91,8 +90,8 @@ class Call:
 
     def given(self, *names: str) -> list[Any]:
         """Return the arguments with these names, which is also their order; None if absent."""
-        named = {**dict(zip(names, self.args, strict=False)), **self.options}
-        return [named.get(name) for name in names]
+        by_name = {**dict(zip(names, self.args, strict=False)), **self.options}
+        return [by_name.get(name) for name in names]
 
     def need(self, condition: bool) -> None:  # noqa: FBT001
         """Raise MixingError unless a condition holds under which the call keeps users apart."""
@@ -101,8 +100,8 @@ class Call:
 
     def changed(self, change: Callable[[Any], Any]) -> Any:
         """Return torch's result for changed arguments."""
-        named = {name: change(value) for name, value in self.options.items()}
-        return self.function(*map(change, self.args), **named)
+        by_name = {name: change(value) for name, value in self.options.items()}
+        return self.function(*map(change, self.args), **by_name)
 
     def as_rows(self) -> Any:
         """Return torch's result as rows."""
@@ -188,8 +187,8 @@ class Lanes(TorchFunctionMode):
         if self._derived is not None:
             others = (t for t in call.tensors if not isinstance(t, Rows | Weights))
             call.need(not any(t in self._derived for t in others))
-        turned = any(isinstance(t, Rows) and t.axis for t in call.tensors)
-        rule = (_TURNED_RULES if turned else _RULES).get(call.name)
+        is_permuted = any(isinstance(t, Rows) and t.axis for t in call.tensors)
+        rule = (_TURNED_RULES if is_permuted else _RULES).get(call.name)
         call.need(rule is not None and call.options.get("out") is None)
         result = cast(Rule, rule)(self, call)
         if self._calls is not None:
@@ -220,7 +219,7 @@ Rule = Callable[[Lanes, Call], Any]
 
 
 def _public(_: Lanes, call: Call) -> Any:
-    """Apply the rule for functions that return only shapes and types."""
+    """Apply the rule for functions that only return shapes and types."""
     return call.function(*call.args, **call.options)
 
 
@@ -301,8 +300,8 @@ def _of_rows(condition: Callable[[Call, Tensor], bool]) -> Rule:
     return rule
 
 
-def _beside_two_axes(call: Call, x: Tensor) -> bool:
-    """Return whether rows are along none of the last two axes, and all tensors are rows."""
+def _outside_last_axes(call: Call, x: Tensor) -> bool:
+    """Return whether rows are not along the last two axes, and all tensors are rows."""
     return x.dim() >= 3 and all(isinstance(t, Rows) for t in call.tensors)
 
 
@@ -376,7 +375,7 @@ def _indexed(_: Lanes, call: Call) -> Any:
 
 
 def _filled(_: Lanes, call: Call) -> Any:
-    """Apply the rule for new constant tensors, which are rows if as many as the argument has."""
+    """Apply the rule for new constant tensors, which are rows if as long as the argument."""
     result, rows = call.function(*call.args, **call.options), len(call.args[0])
     are_rows = isinstance(call.args[0], Rows) and result.dim() and len(result) == rows
     return _as_rows(result) if are_rows else result
@@ -457,8 +456,8 @@ def _convolved(_: Lanes, call: Call) -> Any:
 
 def _looked_up(lanes: Lanes, call: Call) -> Any:
     names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
-    words, weight, padding, most, _, by_frequency, sparse = call.given(*names, "sparse")
-    call.need(most is None and not by_frequency and not sparse)
+    words, weight, padding, max_norm, _, by_frequency, sparse = call.given(*names, "sparse")
+    call.need(max_norm is None and not by_frequency and not sparse)
     call.need(not words.is_floating_point() and not isinstance(weight, Rows))
     if not isinstance(weight, Weights):
         return call.as_rows()
@@ -510,8 +509,8 @@ def _rectified(lanes: Lanes, call: Call) -> Any:
     x, weight = call.given("input", "weight")
     call.need(isinstance(x, Rows) and x.dim() >= 2)
     slopes = weight if weight.numel() == 1 else _channels(weight, x.dim())
-    below = _pointwise(lanes, Call(torch.mul, "mul", (x, slopes), {}))
-    return _as_rows(torch.where(x > 0, x, below))
+    negative_part = _pointwise(lanes, Call(torch.mul, "mul", (x, slopes), {}))
+    return _as_rows(torch.where(x > 0, x, negative_part))
 
 
 def _attention(_: Lanes, call: Call) -> Any:
@@ -593,7 +592,7 @@ _RULES: Mapping[str, Rule] = {
         )
     ),
     "one_hot": _of_rows(lambda call, _: (call.given("input", "num_classes")[1] or 0) > 0),
-    **dict.fromkeys(("tril", "triu", *_POOLS), _of_rows(_beside_two_axes)),
+    **dict.fromkeys(("tril", "triu", *_POOLS), _of_rows(_outside_last_axes)),
     "dropout": _dropped,
     "linear": _linear,
     **dict.fromkeys(("matmul", "mm", "bmm", "__matmul__", "__rmatmul__"), _product),

@@ -1,4 +1,4 @@
-"""What earlier users leave behind, kept from later ones: in a model's state, and in memory.
+"""Keeps later users from data of earlier ones, in a model's state and in memory.
 
 Between users, `KeptModel` restores all tensors of a model and all attributes of its modules.
 
@@ -29,7 +29,7 @@ _FIXED = (
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a model, not copies, by their first names."""
+    """Return the parameters and buffers of a model themselves, by their first names."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
@@ -39,11 +39,11 @@ class KeptModel:
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         """`names` are the parameters and buffers to restore."""
         self.model = model
-        named = named_tensors(model)
-        self.tensors = {name: named[name] for name in names}
+        tensors = named_tensors(model)
+        self.tensors = {name: tensors[name] for name in names}
         self.numbers = {name: tensor.detach() for name, tensor in self.tensors.items()}
         self._trained = {name: tensor.requires_grad for name, tensor in self.tensors.items()}
-        memo = {id(part): part for part in (*named.values(), *model.modules())}
+        memo = {id(part): part for part in (*tensors.values(), *model.modules())}
         self._attributes = [_Attributes(module, memo) for module in model.modules()]
 
     def put_back(self) -> None:
@@ -66,7 +66,7 @@ class KeptModel:
 
 
 class _Attributes:
-    """The attributes of a module."""
+    """The initial attributes of a module."""
 
     def __init__(self, module: nn.Module, memo: Mapping[int, object]) -> None:
         self._module, self._memo = module, memo
@@ -153,11 +153,11 @@ class WithinBounds(TorchFunctionMode):
             kwargs["driver"] = "gelsd" if matrix.device.type == "cpu" else None
         if function not in _SAMPLING:
             return function(*args, **kwargs)
-        named = dict(zip(("input", "grid"), args, strict=False)) | kwargs
-        grid = named.pop("grid")
+        arguments = dict(zip(("input", "grid"), args, strict=False)) | kwargs
+        grid = arguments.pop("grid")
         finite = grid.isfinite()
         grid = torch.where(finite, grid, 0.0)
-        samples = function(named.pop("input"), grid, *args[2:], **named)
+        samples = function(arguments.pop("input"), grid, *args[2:], **arguments)
         return torch.where(finite.all(-1).unsqueeze(1), samples, torch.nan)
 
 

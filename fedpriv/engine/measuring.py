@@ -2,8 +2,8 @@
 
 All metrics are measured at the round's initial parameters, in evaluation mode, on all of a user's
 examples that count (at most `max_examples`), once each. Loss, accuracy and the task's own metrics
-ignore the targets that the task ignores. A user contributes nothing, neither metrics nor an update,
-without examples or if a metric raises or is not finite.
+skip the targets that the task ignores. A user without examples, or with a metric that raises or is
+not finite, contributes neither metrics nor an update.
 
 `SimulationOnlyDiagnostics` are exact figures, which are not private: they never enter a partial
 sum.
@@ -75,14 +75,14 @@ def user_metrics(
 ) -> TorchTensors:
     """Return the metrics of L users: name of tensor → value − centre, float32 [L, *shape]."""
     sums = {m: sums_of(m, task.metrics) for m in metrics}
-    own = {m for m in metrics if m.name in task.metrics}
-    values = _measured(blocks, {m: of_rows for m, of_rows in sums.items() if of_rows}, own)
+    custom = {m for m in metrics if m.name in task.metrics}
+    values = _measured(blocks, {m: of_rows for m, of_rows in sums.items() if of_rows}, custom)
     for metric in metrics:
         if metric not in values:
-            measured = [group for group in groups if group.name == group_of(metric.name)]
-            (norms,) = group_norms(updates, measured).values()
-            below = [norms <= threshold for threshold in metric.options]
-            values[metric] = torch.stack(below, 1).double()
+            measured_groups = [group for group in groups if group.name == group_of(metric.name)]
+            (norms,) = group_norms(updates, measured_groups).values()
+            is_below = [norms <= threshold for threshold in metric.options]
+            values[metric] = torch.stack(is_below, 1).double()
     return {m.tensor: (values[m] - m.centre).float() for m in metrics}
 
 
@@ -106,20 +106,20 @@ Key = TypeVar("Key")
 
 @torch.no_grad()
 def _measured(
-    blocks: Blocks, sums: Mapping[Key, Sums], own: Collection[Key] = ()
+    blocks: Blocks, sums: Mapping[Key, Sums], separate: Collection[Key] = ()
 ) -> dict[Key, Tensor]:
-    """Return the values of these sums for each user, float64 [L, *shape] each.
+    """Return the value of each of these sums for each user, float64 [L, *shape].
 
-    Keys in `own` belong to the task's own functions, which see the rows of one user at a time,
+    Keys in `separate` belong to the task's own functions, which get the rows of one user at a time,
     because they may mix them.
     """
     totals = dict[Key, Tensor]()
-    for seen, exists in blocks if sums else ():
+    for view, real in blocks if sums else ():
         for key, measure in sums.items():
-            parts = _by_user(seen, len(exists)) if key in own else [seen]
+            parts = _by_user(view, len(real)) if key in separate else [view]
             with WithinBounds():
                 rows = torch.cat([measure.of_rows(part) for part in parts])
-            rows = torch.where(exists.reshape(-1, 1), rows, 0.0).view(*exists.shape, -1).sum(1)
+            rows = torch.where(real.reshape(-1, 1), rows, 0.0).view(*real.shape, -1).sum(1)
             totals[key] = totals[key] + rows if key in totals else rows
     return {key: sums[key].finish(total) for key, total in totals.items()}
 
@@ -128,7 +128,7 @@ def _measured(
 def mean_metric(
     measuring: Measuring, fields: Mapping[str, npt.NDArray[np.generic]], metric: Metric
 ) -> npt.NDArray[np.float64]:
-    """Return a metric of the examples of one user, [1, *shape], or [0, *shape] without examples.
+    """Return a metric of one user's examples, [1, *shape], or [0, *shape] if there are none.
 
     InvalidValueError: it is a metric of updates.
     """
@@ -146,9 +146,9 @@ def mean_metric(
     return values[metric].numpy() if values else np.empty((0, *metric.shape))
 
 
-def _by_user(seen: Seen, users: int) -> Iterator[Seen]:
+def _by_user(view: Seen, users: int) -> Iterator[Seen]:
     """Yield the rows of each user."""
-    tensors = (t.chunk(users) for t in seen[:4])
+    tensors = (t.chunk(users) for t in view[:4])
     yield from (Seen(*parts) for parts in zip(*tensors, strict=True))
 
 
@@ -158,9 +158,9 @@ def check_metrics(
     clipping: Clipping,
     examples: Mapping[str, npt.NDArray[np.generic]],
 ) -> None:
-    """Raise InvalidValueError or ModelError for metrics that fail on a row of public or blank data.
+    """Raise InvalidValueError or ModelError if a metric fails on a row of public or blank data.
 
-    They are computed on two equal rows, which detects functions that average over rows.
+    Metrics are computed on two equal rows, which detects functions that average over rows.
     """
     rows = {field: np.repeat(examples[field][:1], 2, axis=0) for field in task.fields}
     x, y = task.given({field: torch.from_numpy(column) for field, column in rows.items()})

@@ -1,8 +1,8 @@
 """Products of matrices with weights of each user, and sums of outer products instead of weights.
 
-Rows of two users never affect each other. Either each lane has a product of its own, in memory with
-the same alignment for all lanes; or rows are multiplied by one shared matrix in pieces of equal
-size, whose places are all equivalent.
+Rows of two users never affect each other. Either each lane has its own product, in memory with the
+same alignment for all lanes; or rows are multiplied by one shared matrix in pieces of equal size,
+whose places are all equivalent.
 
 The gradient of a linear layer's weights is a sum of outer products δ xᵀ, one for each row x that
 went through the layer. So after some steps a user's weights are W₀ + Σ_t a_t·δ_t x_tᵀ, and the
@@ -13,8 +13,8 @@ layer computes
 If a user has few rows, `LowRank` computes the right-hand side. It never computes the weights:
 gradients and steps do not need them, and clipping computes them one block at a time.
 
-On a CPU, NumPy multiplies. Its OpenBLAS uses AVX-512 on AMD's processors too, if it knows them, and
-multiplies each of many small matrices in the same way.
+On a CPU, NumPy multiplies. Its OpenBLAS also uses AVX-512 on AMD's processors, if it knows them,
+and multiplies each of many small matrices in the same way.
 """
 
 import itertools
@@ -126,8 +126,8 @@ def _multiply(rows: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tens
 class OuterProducts:
     """A matrix of each user, Σ_r left_r right_rᵀ, which is computed from its factors on demand.
 
-    Products of a fixed number of rows are added in order. So the rows of zeros after a user's own
-    rows, whose number depends on other users, change no bit.
+    Products of a fixed number of rows are added in order. So the zeros after a user's own rows,
+    whose number depends on other users, change no bit.
     """
 
     left: Tensor  # [L, R, out]
@@ -182,7 +182,7 @@ class Window:
 def patches(images: Tensor, window: Window) -> Tensor:
     """Return the patches of images [N, height, width, channels] at each position of the window.
 
-    The result is [N, rows, columns, kernel height · kernel width · channels], in memory of its own.
+    The result is [N, rows, columns, kernel height · kernel width · channels], in new memory.
     """
     count, height, width, channels = images.shape
     (up, left), (rows, columns) = window.padding, window.positions(height, width)
@@ -204,7 +204,7 @@ def added(parts: Tensor, window: Window, size: tuple[int, int]) -> Tensor:
     shape = len(parts), height + 2 * up, width + 2 * left, parts.shape[-1]
     total = parts.new_zeros(shape, dtype=torch.float32)
     n, h, w, c = total.stride()
-    # The window does not overlap with itself after so many positions down, and to the right.
+    # After this many positions down, and to the right, the window does not overlap with itself.
     rows, columns = -(-(dy * (kh - 1) + 1) // down), -(-(dx * (kw - 1) + 1) // right)
     steps = (n, h * down * rows, w * right * columns, h * dy, w * dx, c)
     for row, column in itertools.product(range(rows), range(columns)):
@@ -313,7 +313,7 @@ class LowRank:
         self._lanes, self._present = lanes, present
 
     def end_step(self) -> None:
-        """Apply the step that the rows since the last one have determined."""
+        """Apply the step that the rows since the last step determine."""
         self._learnt = self._used
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -336,7 +336,7 @@ class LowRank:
         return y, self._store(rows)
 
     def backward(self, gradient: Tensor, place: slice, *, by_inputs: bool) -> Tensor | None:
-        """Store the gradient of the losses by outputs; return that by inputs, on request."""
+        """Store the gradient of the losses by outputs; on request, return that by inputs."""
         self._steps[: self._lanes, place] = self._of_present(gradient) * -self._rate
         if not by_inputs:
             return None
@@ -393,4 +393,4 @@ class _Through(torch.autograd.Function):
 _through: Callable[..., Tensor] = _Through.apply
 
 OWN_FUNCTIONS = (_Multiplied, _Patched, _Through)
-"""Functions of this module with gradients of their own, which keep users apart."""
+"""Functions of this module with their own gradients, which keep users apart."""

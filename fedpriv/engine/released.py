@@ -1,7 +1,7 @@
 """Released models, as modules and as files of safetensors with the whole state_dict.
 
-The file holds a tensor with several names, such as an embedding that is also a head, once. It is
-under the alphabetically first name, as `safetensors.torch.load_model` expects.
+The file holds a tensor with several names, such as an embedding that is also a head, once, under
+the alphabetically first name, as `safetensors.torch.load_model` expects.
 """
 
 import copy
@@ -24,15 +24,15 @@ from fedpriv.errors import DataError, ModelError
 from fedpriv.privacy.layout import Tensors
 from fedpriv.training.rounds import RoundResult, ServerState
 
-# Of the last round.
+# Fields of the last round's result.
 _RESULT_KEYS = ("run", "rounds", "epsilon", "delta", "unit", "relation", "randomness")
 
 
-def released(task: Task, moved: Tensors) -> nn.Module:
+def released(task: Task, values: Tensors) -> nn.Module:
     """Return a copy of a task's model in evaluation mode, with the tensors that rounds released."""
     model = copy.deepcopy(task.model).eval()
     tensors = named_tensors(model)
-    for name, array in moved.items():
+    for name, array in values.items():
         tensors[name].data = torch.tensor(array).to(tensors[name])
     return model
 
@@ -42,12 +42,11 @@ def released_model(
 ) -> bytes:
     """Return the model of a state as a file of safetensors, with its cost in the metadata.
 
-    The metadata have one key, "release", with a JSON object of: `round`; `run`, `rounds`, `epsilon`
-    ("Infinity" without noise), `delta`, `unit`, `relation` and `randomness` of the round's result,
-    and `as_if` of a projection;
-    `tied`, from each omitted name to the name in the file; `frozen`, with `names` of the tensors
-    that neither rounds nor users change, and `sha256`, their `sha256_of`; and `classes`, their
-    names, which must be public, unless some are "".
+    The metadata have one key, "release", with a JSON object. Its keys are `round`; `run`, `rounds`,
+    `epsilon` ("Infinity" without noise), `delta`, `unit`, `relation` and `randomness` of the
+    round's result, and `as_if` for a projection; `tied`, a table from omitted names to names in the
+    file; `frozen`, with the `names` of tensors that neither rounds nor users change, and `sha256`,
+    their `sha256_of`; and `classes`, their names, which must be public, unless some are "".
     """
     release: dict[str, object] = {"round": state.round}
     if classes and all(classes):
@@ -60,17 +59,17 @@ def released_model(
             if math.isinf(result.epsilon):  # not a number in JSON
                 release["epsilon"] = "Infinity"
     tensors, release["tied"] = _deduplicated(task.model)
-    frozen, named = frozen_of(task), named_tensors(task.model)
+    frozen, members = frozen_of(task), named_tensors(task.model)
     release["frozen"] = {"names": [*frozen], "sha256": sha256_of(frozen)}
-    moved = {id(named[name]): torch.tensor(array) for name, array in state.model.items()}
+    new_tensors = {id(members[name]): torch.tensor(array) for name, array in state.model.items()}
     storages = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
-    written = dict[str, Tensor]()
+    content = dict[str, Tensor]()
     for name, tensor in tensors.items():  # safetensors refuses tensors that share a storage
-        shared = storages[tensor.untyped_storage().data_ptr()] > 1
-        new = moved.get(id(tensor), tensor).detach()
-        written[name] = new.to("cpu", tensor.dtype, copy=shared).contiguous()
+        is_shared = storages[tensor.untyped_storage().data_ptr()] > 1
+        new = new_tensors.get(id(tensor), tensor).detach()
+        content[name] = new.to("cpu", tensor.dtype, copy=is_shared).contiguous()
     # One key, since safetensors writes several in any order, and equal runs must have equal files.
-    return save(written, {"release": json.dumps(release)})
+    return save(content, {"release": json.dumps(release)})
 
 
 def read_released(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
@@ -94,18 +93,18 @@ def read_released(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
 
 
 def frozen_of(task: Task) -> dict[str, Tensor]:
-    """Return the tensors of a model that neither rounds nor users change, by names in the file."""
-    named, (tensors, _) = named_tensors(task.model), _deduplicated(task.model)
-    changing = {id(named[name]) for name in (*task.trainable(), *task.statistics())}
+    """Return the tensors of a model that neither rounds nor users change, by name in the file."""
+    members, (tensors, _) = named_tensors(task.model), _deduplicated(task.model)
+    changing = {id(members[name]) for name in (*task.trainable(), *task.statistics())}
     return {name: tensor for name, tensor in tensors.items() if id(tensor) not in changing}
 
 
 def check_can_be_released(task: Task) -> None:
     """Raise ModelError unless a file can hold the whole state_dict of the task's model."""
-    named, (tensors, _) = named_tensors(task.model), _deduplicated(task.model)
+    members, (tensors, _) = named_tensors(task.model), _deduplicated(task.model)
     in_file = {id(tensor) for tensor in tensors.values()}
     for name in task.trainable():
-        if id(named[name]) not in in_file:
+        if id(members[name]) not in in_file:
             raise ModelError(
                 f"parameter {name!r} is trained and absent from the model's state_dict, so no file "
                 "could hold it; the state_dict must hold every parameter itself"
@@ -133,7 +132,7 @@ def sha256_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def state_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a model's state_dict, not copies, by all names."""
+    """Return the parameters and buffers of a model's state_dict themselves, by all names."""
     members = {id(tensor) for tensor in named_tensors(model).values()}
     state = model.state_dict(keep_vars=True)  # otherwise these would be different objects
     return {name: tensor for name, tensor in state.items() if id(tensor) in members}

@@ -37,7 +37,7 @@ from fedpriv.training.request import LocalTraining, RoundRequest
 _log = logging.getLogger(__name__)
 
 Path = Literal["auto", "alone", "together"]
-"""Whether users train alone, or side by side, or the faster way of these."""
+"""How users train: alone, side by side ("together"), or in the faster of these ways ("auto")."""
 
 _WIDEST = 64  # rows of a slice; a larger batch has several slices
 _UNBOUNDED = 16  # rows of a slice if batches hold all rows of a user, without a known bound
@@ -49,16 +49,16 @@ _FEWEST = 4  # lanes
 _UNROLLED = 32  # numbers in two AVX-512 vectors; loops over multiples have no remainder
 _COPIES = 4  # of each user's weights in memory at a time
 _ACTIVATIONS = 3  # numbers in memory at a time for each number that a model computes
-# In a slice of one user, by layers that learn with weights; with more, users are faster alone.
+# For a slice of one user, in layers that learn with weights; with more, users are faster alone.
 _MULTIPLICATIONS = 10_000_000
-_FAR = 10  # users with this multiple of it, by all layers, train alone without a measurement
-_GAIN = 1.3  # by which users must be faster side by side when measured; lanes rest if sizes differ
-_BATCHES = (1, 1, 1, 1, 2, 2, 4, 8)  # of the users whose time is measured
+_FAR = 10  # users with more than this multiple of it, in all layers, train alone without a trial
+_GAIN = 1.3  # measured speedup that side by side must have, since lanes rest if sizes differ
+_BATCHES = (1, 1, 1, 1, 2, 2, 4, 8)  # numbers of batches of the users whose time is measured
 _RATES = (0.05, 1e-4, 1e-8)  # random users get the first rate at which they remain finite
 _LARGE = 2**10  # the largest integer in random rows, even if larger ones are legal
 _SIZES = (1, 2, 8)  # rows of random users; any model that can be trained works with one of these
 _TRIED_STEPS = 3
-_COMPARED, _MOST_TURNS = 64, 4  # users in each shape that are compared, and most orders of them
+_COMPARED, _MOST_TURNS = 64, 4  # users to compare in each shape, and the most orders of them
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ class Road:
         """Return the layers that learn without weights, for a user with these steps and slices.
 
         `slices` is their number per step. None: the user trains alone, because it has too many
-        slices; or because it has too many steps for layers that could learn without weights in few.
-        Lanes save little time if each step changes all weights of such layers.
+        slices, or too many steps for layers that could learn without weights in fewer: lanes save
+        little time if each step changes all weights of such layers.
         """
         if not self.shapes or slices > _MOST_SLICES:
             return None
@@ -137,7 +137,7 @@ class Road:
 
 
 def _dealt(order: Integers, shapes: Sequence[int], processes: int) -> Iterator[Integers]:
-    """Deal users in this order to processes, at most as many to each as lanes hold."""
+    """Deal users in this order to processes, at most `shapes[0]` to each."""
     capacity = shapes[0] * processes
     for group in np.array_split(order, -(-len(order) // capacity)):
         parts = min(processes, -(-len(group) // shapes[-1]))
@@ -190,8 +190,8 @@ def _widest(trials: "_Trials", users: int, rows: int | None) -> Road:
     if local.batch_size is not None:
         width = min(local.batch_size, _WIDEST, rows or _WIDEST)
     lanes = _most_lanes(trainer, trials.request, width, users)
-    # Lanes that fill all chunks evenly, in multiples that leave no loop a remainder, which other
-    # instructions would compute.
+    # Lanes that fill all chunks evenly, in multiples without a remainder of a loop, since other
+    # instructions would compute it.
     multiple = _UNROLLED // math.gcd(_UNROLLED, *(width * size for size in model.rounded))
     lanes = -(-users // -(-users // lanes))
     shapes = list[int]()
@@ -225,11 +225,11 @@ def _is_faster(trials: "_Trials", road: Road, rows: int | None, *, timed: bool) 
     trainer, lean = trials.trainer, _lean(trials.trainer, trials.request.local, road.width)
     layers = trainer.side_by_side.layers
     products = [layer.rows * layer.shape.numel() * road.width for layer in layers]
-    few = sum(products) <= _FAR * _MULTIPLICATIONS
-    if timed and few:
+    is_small = sum(products) <= _FAR * _MULTIPLICATIONS
+    if timed and is_small:
         return _GAIN * trials.seconds(road, rows) < trials.seconds(Road(), rows)
     with_weights = sum(count for n, count in enumerate(products) if n not in lean)
-    return trainer.device.type != "cpu" or (few and with_weights <= _MULTIPLICATIONS)
+    return trainer.device.type != "cpu" or (is_small and with_weights <= _MULTIPLICATIONS)
 
 
 def _lean(trainer: Trainer, local: LocalTraining, width: int) -> tuple[int, ...]:
@@ -278,7 +278,7 @@ class _Trials:
     def _invent_batches(self, users: int, batches: Sequence[int], rows: int | None) -> None:
         """Invent users with these numbers of batches, repeatedly, and with at most `rows` rows."""
         local = self.request.local
-        # Rows that no user has would fill the memory: a few slices stand for a larger batch.
+        # A few slices stand for a larger batch, whose invented rows could fill the memory.
         size = min(local.batch_size or rows or _UNBOUNDED, 4 * _WIDEST)
         limit = min(local.max_examples or math.inf, rows or math.inf)
         sizes = [int(min(batches[user % len(batches)] * size, limit)) for user in range(users)]
@@ -289,9 +289,9 @@ class _Trials:
                 return
 
     def agreeing(self, road: Road, rows: int | None) -> tuple[int, ...]:
-        """Return the shapes in which users get the same bits as in the largest, among any others.
+        """Return the shapes in which users get the same bits as in the largest, for any neighbours.
 
-        Without the largest shape, there are none.
+        If the largest shape fails, there are none.
         """
         self._invent_batches(2 * road.shapes[0], [2], rows)
         agreeing, count = list[int](), road.shapes[0]
@@ -318,10 +318,10 @@ class _Trials:
         users, times = np.arange(count), list[float]()
         sizes = sizes_of(self._store, users)
         for _ in range(2):
-            began = time.process_time()
+            start = time.process_time()
             for chunk in road.chunks(self.trainer, self.request.local, users, sizes):
                 self.trainer.sent(self.request, self._start, chunk, self._store)
-            times.append((time.process_time() - began) / count)
+            times.append((time.process_time() - start) / count)
         return min(times)
 
     def _chunks(self, road: Road, users: Integers) -> list[Chunk]:
@@ -338,9 +338,9 @@ class _Trials:
         """Return a SHA-256 digest of each user's contribution; the users train in this order."""
         digests = {}
         for chunk in self._chunks(road, users):
-            sent = self.trainer.sent(self.request, self._start, chunk, self._store)
+            updates = self.trainer.sent(self.request, self._start, chunk, self._store)
             for lane, user in enumerate(chunk.users.tolist()):
-                parts = (tensor[lane : lane + 1].cpu() for tensor in sent.values())
+                parts = (tensor[lane : lane + 1].cpu() for tensor in updates.values())
                 numbers = (p.nan_to_num(torch.nan, torch.inf, -torch.inf).numpy() for p in parts)
                 digests[user] = hashlib.sha256(b"".join(n.tobytes() for n in numbers)).digest()
         return digests
@@ -355,7 +355,7 @@ class _Trials:
                 continue
             if column.dtype.kind in "fc":
                 fields[name][:] = rng.random(fields[name].shape, np.float32)
-            else:  # if possible, neither 0, which often is a blank, nor a large number
+            else:  # if possible, neither 0, which often means a blank, nor a large number
                 largest = self._largest[name]
                 low, high = (1, (largest + 1) // 2) if largest > 1 else (0, largest)
                 fields[name][:] = rng.integers(low, high, fields[name].shape, endpoint=True)
@@ -365,8 +365,8 @@ class _Trials:
             self.request = replace(self.request, local=local)
             try:
                 chunk = Chunk(np.zeros(1, np.int64))
-                sent = trainer.sent(self.request, self._start, chunk, self._store)
+                update = trainer.sent(self.request, self._start, chunk, self._store)
             except Exception:  # another rate would not help
                 return
-            if all(bool(torch.isfinite(sent[name][:]).all()) for name in self.request.parameters):
+            if all(bool(torch.isfinite(update[name][:]).all()) for name in self.request.parameters):
                 return

@@ -27,12 +27,12 @@ _CHOICE, _MASKS, _SLICES = 2**62, 2**61, 2**24
 
 
 def counted(sizes: Integers, local: LocalTraining) -> Integers:
-    """Return how many of each user's rows count, given the users' numbers of rows."""
+    """Return the number of each user's rows that count, given the users' numbers of rows."""
     return sizes if local.max_examples is None else np.minimum(sizes, local.max_examples)
 
 
 def steps_of(counts: Integers, local: LocalTraining) -> Integers:
-    """Return how many steps each user takes, given the numbers of rows that count."""
+    """Return each user's number of steps, given the numbers of rows that count."""
     if local.steps is not None:
         return np.where(counts > 0, local.steps, 0)
     passes = local.epochs or 0
@@ -124,7 +124,7 @@ class Schedule:
         return (self.starts[lanes, None] + rows).reshape(shape), real.reshape(shape)
 
     def batches(self) -> Iterator[Integers]:
-        """Yield the rows of each batch of the first lane, [b], which are those of `rows`."""
+        """Yield the rows of each batch of the first lane, [b]: the same as those of `rows`."""
         count, counts = int(self.counts[0]), self.counts[:1]
         batch = self.local.batch_size or max(1, count)
         rows = self.starts[0] + (np.arange(count) if self.among is None else self.among[0])
@@ -147,13 +147,13 @@ class Schedule:
         return places if self.among is None else np.take_along_axis(self.among[lanes], places, 1)
 
 
-def _in_lanes(of_users: Integers, lanes: int, empty: int = 0) -> Integers:
+def _in_lanes(numbers: Integers, lanes: int, filler: int = 0) -> Integers:
     """Return numbers of users [n, …] for all lanes, [L, …]."""
-    if len(of_users) == lanes:
-        return of_users
-    of_lanes = np.full((lanes, *of_users.shape[1:]), empty)
-    of_lanes[: len(of_users)] = of_users
-    return of_lanes
+    if len(numbers) == lanes:
+        return numbers
+    padded = np.full((lanes, *numbers.shape[1:]), filler)
+    padded[: len(numbers)] = numbers
+    return padded
 
 
 def mask_words(words: Tensor, step: int, number: int) -> Tensor:
@@ -162,7 +162,7 @@ def mask_words(words: Tensor, step: int, number: int) -> Tensor:
 
 
 def random_words(words: Tensor, first: int, count: int) -> Tensor:
-    """Return elements from `first` on of the sequences that words [l] begin, int64 [l, count]."""
+    """Return elements from `first` on of the sequences that words [l] start, int64 [l, count]."""
     numbers = torch.arange(first, first + count, device=words.device)
     sequences: Tensor = _mixed(words[:, None] + _spread(numbers))
     return sequences
@@ -179,9 +179,9 @@ def _chosen_rows(words: Integers, counts: Integers, sizes: Integers) -> Integers
 
 
 def _shuffled(words: Integers, numbers: Integers, counts: Integers) -> Integers:
-    """Return shuffles of n numbers by words [L, P], [L, P, n], the first `counts` [L] in front.
+    """Return n numbers shuffled by words [L, P], as [L, P, n]; the first `counts` [L] come first.
 
-    The order is that of unsigned words.
+    Numbers are ordered by unsigned words.
     """
     dice = _mixed(words[:, :, None] + _spread(numbers)) ^ _SIGN
     if counts.min() < len(numbers):

@@ -1,4 +1,4 @@
-"""Training users side by side, in lanes of W rows, each with weights of its own.
+"""Training users side by side, in lanes of W rows, each with its own weights.
 
 All users of a group begin together, those with the most steps first. When users have taken their
 last step, the others continue in fewer lanes, if these suffice. A batch of more than W rows is
@@ -32,8 +32,8 @@ from fedpriv.training.request import LocalTraining
 
 _FEW_STEPS = (1, 2, 3, 4, 6, 8)
 _BLOCK = 64  # rows whose products are added at a time
-# How many multiplications take as long as the update of one weight in a step, and the least number
-# of weights of a layer for which this matters.
+# Number of multiplications that take as long as updating one weight in a step, and the smallest
+# number of weights of a layer to which this matters.
 _TOUCHES, _LARGE = 40, 2**15
 
 
@@ -72,7 +72,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class SideBySideModel:
-    """A copy of a task's model in which each user has weights of its own."""
+    """A copy of a task's model in which each user has its own weights."""
 
     kept: KeptModel
     weights: Mapping[str, Weights]  # trained parameters by name
@@ -92,38 +92,38 @@ class SideBySideModel:
         frozen = {id(p): p for p in working.parameters() if not p.requires_grad}
         model, device = copy.deepcopy(working, frozen), y.device
         model = model if training else model.eval()
-        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        weights = {id(p): Weights.of(p.detach()[None]) for p in trained.values()}
+        originals = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        weights = {id(p): Weights.of(p.detach()[None]) for p in originals.values()}
         for module in model.modules():
             if module._backward_hooks or module._backward_pre_hooks:
                 raise MixingError("hooks of gradients are not known to keep users apart")
             for name, parameter in module._parameters.items():
                 if id(parameter) in weights:
                     module._parameters[name] = weights[id(parameter)]  # type: ignore[assignment]
-        kept = KeptModel(model, [name for name in named_tensors(model) if name not in trained])
-        named = {name: weights[id(p)] for name, p in trained.items()}
+        kept = KeptModel(model, [name for name in named_tensors(model) if name not in originals])
+        named = {name: weights[id(p)] for name, p in originals.items()}
         initial = task.constants(device)
         kept.copy_from({name: initial[name] for name in kept.tensors})
         versions = {name: t._version for name, t in kept.tensors.items()}
-        parameters = {n: p.detach()[None].requires_grad_() for n, p in trained.items()}
+        parameters = {n: p.detach()[None].requires_grad_() for n, p in originals.items()}
         derived = Derived(*(x.values() if isinstance(x, dict) else [x]), y, *parameters.values())
         calls = list[Done]()
         lanes = Lanes(1, lambda: torch.zeros(1, dtype=torch.int64, device=device), calls, derived)
         with generators_apart(device=device):
             seed_generators(bytes(32), 0, device)
-            before = own_generators()
+            states = own_generators()
             try:
                 with derived:
                     cls(kept, named).losses(task, lanes, parameters, x, y)
             except Exception as error:  # users may still be able to train alone
                 raise MixingError(str(error)) from error
-            if own_generators() != before:
+            if own_generators() != states:
                 raise MixingError("numbers that are drawn for all users do not keep them apart")
         if any(  # changes through `.data` have no version
             t._version != versions[name] or not torch.equal(t, initial[name])
             for name, t in kept.tensors.items()
         ):
-            raise MixingError("a model that changes its buffers keeps something of other users")
+            raise MixingError("a model that changes its buffers keeps data of other users")
         kept.put_back()
         rounded = {result.numel() // len(y) for call, result in calls if call.name in ROUNDED}
         layers = tuple(_layers(named, calls, len(y)))
@@ -145,7 +145,7 @@ class SideBySideModel:
             outputs = self._outputs(parameters, x, activations, learning or {})
             losses = task.losses_of(outputs, y.as_subclass(Rows))
         if not isinstance(losses, Rows):
-            raise MixingError("losses that are not of rows are not known to keep users apart")
+            raise MixingError("losses not computed from rows are not known to keep users apart")
         _refuse_other_gradients(losses)
         return losses.as_subclass(Tensor)
 
@@ -209,7 +209,7 @@ def _layers(
 
 
 def _numbers(calls: Sequence[Done]) -> int:
-    """Return how many numbers were computed, including the patches of convolutions."""
+    """Return the number of numbers computed, including the patches of convolutions."""
     results = [result for _, result in calls if isinstance(result, Rows)]
     memory = {r.untyped_storage().data_ptr(): r.untyped_storage().nbytes() for r in results}
     total = sum(memory.values()) // 4  # a result may be a view of new memory
@@ -241,7 +241,7 @@ class Group:
         settings = start.parameters, examples.lanes, steps, width, local.rate
         self._learning = {layer.keys[0]: layer.learning(*settings) for layer in self._lean}
         unused = {key for layer in self._lean for key in layer.keys}
-        # In the memory layout of their gradients, which convolutions compute by patches.
+        # They have the memory layout of their gradients, which convolutions compute by patches.
         parameters = {
             n: p.contiguous(memory_format=torch.channels_last) if p.dim() == 4 else p
             for n, p in start.parameters.items()
@@ -266,7 +266,7 @@ class Group:
         return {name: updates.pop(name) for name in self._names} | updates
 
     def _present(self, real: Tensor) -> Tensor | None:
-        """Return which lanes have rows that count, [l], or None if all have."""
+        """Return which lanes have rows that count, [l], or None if all do."""
         if not self._examples.rests:
             return None
         present = real.amax(1) > 0.0
@@ -293,8 +293,8 @@ class Group:
             )
             inputs = [*leaves.values(), *(layer.probe for layer in self._learning.values())]
             loss = (losses * rows(shares)).sum()
-            of_slice = torch.autograd.grad(loss, inputs, materialize_grads=True)
-            _add(gradients, dict(zip(leaves, of_slice, strict=False)), present)
+            slice_gradients = torch.autograd.grad(loss, inputs, materialize_grads=True)
+            _add(gradients, dict(zip(leaves, slice_gradients, strict=False)), present)
         active = self._present(window.real[: lanes[0], first])
         self._descent.step(parameters, gradients, active)
         for layer in self._learning.values():
@@ -307,8 +307,8 @@ def _add(total: TorchTensors, gradients: TorchTensors, present: Tensor | None) -
         if name not in total:
             total[name] = gradient
             continue
-        before = total[name][: len(gradient)]
-        after = before + gradient
+        previous = total[name][: len(gradient)]
+        updated = previous + gradient
         if present is not None:
-            after = torch.where(present.view(-1, *[1] * (after.dim() - 1)), after, before)
-        before.copy_(after)
+            updated = torch.where(present.view(-1, *[1] * (updated.dim() - 1)), updated, previous)
+        previous.copy_(updated)

@@ -30,7 +30,7 @@ from fedpriv.support.checks import check_types, plain_numbers, require
 from fedpriv.support.importing import import_function
 
 HeldOut = Mapping[str, npt.NDArray[np.generic]]
-"""Rows of no enrolled user, by field; with a field `HELD_OUT_USER`, figures are also by user."""
+"""Rows of users who are not enrolled, by field; `HELD_OUT_USER` allows figures by user."""
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Maps outputs and targets [B, …] to one loss per example [B], or to losses [B, …]."""
 Inputs = Tensor | dict[str, Tensor]
@@ -43,14 +43,14 @@ _IGNORED = -100  # the target that torch's losses ignore
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the cross-entropy [B, …] of class scores [B, K, …] against classes [B, …].
 
-    For contiguous scores it takes a third of the time of torch's. ModelError: K is 1, or the
-    targets are not classes.
+    For contiguous scores it takes a third of the time that torch's function takes. ModelError: K is
+    1, or the targets are not classes.
     """
     if has_torch_function((outputs, targets)):
-        both = outputs, targets
-        found: Tensor = handle_torch_function(cross_entropy, both, *both)
-        return found
-    # With one score the loss would be 0, whatever the model learns.
+        pair = outputs, targets
+        losses: Tensor = handle_torch_function(cross_entropy, pair, *pair)
+        return losses
+    # With one score, the loss would always be 0.
     if outputs.dim() > 1 and outputs.shape[1] == 1:
         raise ModelError(
             f"outputs are {list(outputs.shape)}, one score; cross-entropy needs a score of each "
@@ -65,8 +65,8 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     if outputs.dim() == targets.dim() + 1 and targets.is_floating_point():
         raise ModelError(
             f"targets are {str(targets.dtype).removeprefix('torch.')}{list(targets.shape)}; "
-            "cross-entropy needs classes that are whole numbers, as y.astype(int) makes, and mse "
-            "is for others"
+            "cross-entropy needs classes that are whole numbers, as y.astype(int) makes; for other "
+            "numbers use mse"
         )
     if outputs.dim() == targets.dim() + 1 and outputs.shape[2:] != targets.shape[1:]:
         raise ModelError(
@@ -84,8 +84,8 @@ def binary_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
     The logits are [B, …] or [B, 1, …]; ModelError if they have another shape.
     """
-    both = _alike("binary-cross-entropy", outputs, targets)
-    return functional.binary_cross_entropy_with_logits(*both, reduction="none")
+    pair = _alike("binary-cross-entropy", outputs, targets)
+    return functional.binary_cross_entropy_with_logits(*pair, reduction="none")
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -144,8 +144,8 @@ class Task:
     Attributes:
         model: a module that maps inputs [B, …] to outputs [B, …]. It must not mix examples if
             examples, rather than users, are protected. Its `forward` must reach parameters through
-            `self`, since users train copies of the model; any state that it keeps of a user is
-            restored. A copy has `RunningNorm` in place of batch normalisation.
+            `self`, since users train copies of the model; any state left by a user is reset. A copy
+            has `RunningNorm` in place of batch normalisation.
         loss: a function that maps outputs and targets [B, …] to one loss per example [B], or to
             losses [B, …], which are averaged over all axes but the first. It must not depend on
             other trained tensors. Or a name: "cross-entropy", "binary-cross-entropy" (one logit for
@@ -156,15 +156,15 @@ class Task:
         metrics: your own metrics by name, for example from `own_metrics`. Each is a function of
             outputs and targets [B, …], which it must not change, and returns a vector for each
             example, [B, *shape]. A user's metric is the mean over the user's examples. A round can
-            ask for these and for built-in metrics.
+            measure these and built-in metrics.
         ignore_index: integer targets of this class are ignored in losses and their means, in
             metrics and in evaluation. A loss gets −100 instead, which torch's losses ignore; the
             values that other losses return for such targets are not read. Your own metrics get
-            these targets unchanged, but their means leave out examples without any other target.
+            these targets unchanged, but their means skip examples that have no other target.
         figures: more figures for held-out rows, in addition to accuracy and loss, by name. Each is
             a name in `measures.figures.FIGURES`, a table with such a name as `figure` and its
             options, "package.module:function", or a function that maps the outputs and targets of
-            all rows to a number. Users are never asked for figures.
+            all rows to a number. Users never compute figures.
         personal: names of trainable parameters, or patterns such as "head.*", that stay with users.
             In every round, each user starts with the model's values, trains them along with the
             other parameters, and sends nothing about them; the algorithm, such as `FedRecon`,
@@ -195,8 +195,8 @@ class Task:
         self._check_types()
         for name in ("trained", "frozen", "by"):
             patterns = getattr(self, name)
-            one = isinstance(patterns, str)
-            object.__setattr__(self, name, (patterns,) if one else tuple(patterns))
+            is_single = isinstance(patterns, str)
+            object.__setattr__(self, name, (patterns,) if is_single else tuple(patterns))
         object.__setattr__(self, "model", unwrapped(self.model))
         for name, layer in self.model.named_modules():
             if isinstance(layer, torch.jit.ScriptModule):
@@ -205,12 +205,12 @@ class Task:
                     "user's parameters can be put; give the module that it was made from"
                 )
         model = without_batch_norm(self.model)
-        given = dict(self.model.named_parameters())  # copies have no hooks
-        for name, tensor in (*given.items(), *self.model.named_buffers()):
+        named = dict(self.model.named_parameters())  # copies have no hooks
+        for name, tensor in (*named.items(), *self.model.named_buffers()):
             check_holds(name, tensor)
         object.__setattr__(self, "model", training_only(model, self.trained, self.frozen))
         for name in self.trainable():
-            _check_trainable(name, given[name])
+            _check_trainable(name, named[name])
         object.__setattr__(
             self, "personal", matching(self.personal, self.trainable(), "trainable parameter")
         )
@@ -229,14 +229,12 @@ class Task:
                 raise ModelError(f"inputs are {names}; there must be at least one, each once")
             object.__setattr__(self, "inputs", names[0] if len(names) == 1 else names)
         figures = {
-            n: figure_of(n, what)
-            for n, what in self.figures.items()
-            if what != n or n not in ALWAYS
+            n: figure_of(n, spec)
+            for n, spec in self.figures.items()
+            if spec != n or n not in ALWAYS
         }
-        if taken := sorted(figures.keys() & ALWAYS):
-            raise InvalidValueError(
-                f"figure {taken[0]!r} is measured in any case; use another name"
-            )
+        if reserved := sorted(figures.keys() & ALWAYS):
+            raise InvalidValueError(f"figure {reserved[0]!r} is always measured; use another name")
         object.__setattr__(self, "figures", figures)
 
     def _check_types(self) -> None:
@@ -260,7 +258,7 @@ class Task:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of the fields to read: inputs, then targets; no name occurs twice."""
+        """Names of the fields to read: inputs, then targets, without repeats."""
         inputs = (self.inputs,) if isinstance(self.inputs, str) else self.inputs
         return tuple(dict.fromkeys((*inputs, self.targets)))
 
@@ -294,8 +292,8 @@ class Task:
 
     def parameters(self) -> dict[str, npt.NDArray[np.float32]]:
         """Return a copy of the parameters for which users send updates, in the model's order."""
-        sent = {n: p for n, p in self.trainable().items() if n not in self.personal}
-        return {n: p.to("cpu", torch.float32).numpy().copy() for n, p in sent.items()}
+        tensors = {n: p for n, p in self.trainable().items() if n not in self.personal}
+        return {n: p.to("cpu", torch.float32).numpy().copy() for n, p in tensors.items()}
 
     def statistics(self) -> dict[str, npt.NDArray[np.float32]]:
         """Return a copy of the normalisations' running statistics by name, in the model's order."""
@@ -310,27 +308,27 @@ class Task:
         return {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
 
     def constants(self, device: torch.device) -> TorchTensors:
-        """Return, on a device, the tensors that updates leave out.
+        """Return, on a device, the tensors that are not in updates.
 
         They are frozen parameters, buffers, and the initial values of personal parameters.
         """
-        sent = self.trainable().keys() - set(self.personal)
+        update_names = self.trainable().keys() - set(self.personal)
         tensors = named_tensors(self.model).items()
-        return {n: t.detach().to(device) for n, t in tensors if n not in sent}
+        return {n: t.detach().to(device) for n, t in tensors if n not in update_names}
 
     def losses_of(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the loss of each example [B], from the model's outputs [B, …] and targets [B, …].
 
-        It is the sum over an example's targets that count, divided by the number of all its
-        targets: the mean over targets that count, times their share. Over a batch, the sum of
-        losses divided by the sum of `shares` is the mean over all targets that count.
+        It is the sum over the example's targets that count, divided by the number of its targets:
+        the mean over targets that count, times their share. For a batch, the sum of losses divided
+        by the sum of `shares` is the mean over all targets that count.
         """
-        usual = self.loss is cross_entropy and self.ignore_index == _IGNORED
-        counts, given = None if usual else self.counts(y), y
+        ignored_by_torch = self.loss is cross_entropy and self.ignore_index == _IGNORED
+        counts, loss_targets = None if ignored_by_torch else self.counts(y), y
         if counts is not None and self.ignore_index != _IGNORED:
-            given = torch.where(counts, y.long(), _IGNORED)
+            loss_targets = torch.where(counts, y.long(), _IGNORED)
         with nullcontext() if self.loss in LOSSES.values() else WithinBounds():
-            losses = cast(Loss, self.loss)(outputs, given)
+            losses = cast(Loss, self.loss)(outputs, loss_targets)
         means = losses if losses.dim() <= 1 else losses.flatten(1).mean(1)
         # Cross-entropy is zero for ignored targets; a loss without axes is refused elsewhere.
         if counts is None or self.loss is cross_entropy or losses.dim() == 0:
@@ -338,20 +336,20 @@ class Task:
         if losses.shape == counts.shape:
             losses = torch.where(counts, losses, 0.0)
             return losses if losses.dim() == 1 else losses.flatten(1).mean(1)
-        shares = self.shares(y)  # the loss itself averaged over an example's targets
+        shares = self.shares(y)  # the loss has averaged over an example's targets itself
         return torch.where(shares > 0.0, means * shares, 0.0)
 
     def weight(self, y: Tensor) -> Tensor:
         """Return the factor [] that makes the sum of a batch's losses their mean.
 
-        It is the mean over all targets that count. If none does, losses are 0 and so is the mean.
+        It is the mean over all targets that count. If none does, losses and the mean are 0.
         """
         return self.shares(y).sum().clamp_(min=_LEAST_SHARE).reciprocal_()
 
     def seen(
         self, outputs: Tensor, y: Tensor, moments: Mapping[str, Sequence[Tensor]] | None = None
     ) -> Seen:
-        """Return the view of rows that measures get, from outputs [n, …] and targets [n, …].
+        """Return the view of rows that metrics get, from outputs [n, …] and targets [n, …].
 
         `moments` are the metrics of running statistics, [n, 2·channels] for each call of a layer.
         """
@@ -392,7 +390,7 @@ def _as_input(column: Tensor) -> Tensor:
 
 
 def check_holds(name: str, tensor: Tensor) -> None:
-    """Raise ModelError if a parameter or buffer has no numbers yet."""
+    """Raise ModelError if a parameter or buffer does not hold numbers yet."""
     why = "its layer is lazy; call the model on a row first" if is_lazy(tensor) else None
     why = "it is on the device meta; make the model on cpu" if tensor.is_meta else why
     if why:
@@ -436,10 +434,10 @@ def called(model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor
 
     If the model returns an object with `logits`, these are the outputs; ModelError if it has none.
     """
-    unnamed, named = ((), x) if isinstance(x, dict) else ((x,), {})
+    positional, keywords = ((), x) if isinstance(x, dict) else ((x,), {})
     put_in = _in_all_places(model, tensors)
     with WithinBounds():
-        outputs = functional_call(model, put_in, unnamed, named, tie_weights=False)
+        outputs = functional_call(model, put_in, positional, keywords, tie_weights=False)
     return outputs if isinstance(outputs, Tensor) else _logits_of(outputs)
 
 
@@ -461,8 +459,8 @@ def outputs_of(model: nn.Module, x: Inputs, activations: Activations = "float32"
         with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
             return outputs_of(model, x).float()
     with WithinBounds():
-        found = model(**x) if isinstance(x, dict) else model(x)
-    return found if isinstance(found, Tensor) else _logits_of(found)
+        outputs = model(**x) if isinstance(x, dict) else model(x)
+    return outputs if isinstance(outputs, Tensor) else _logits_of(outputs)
 
 
 def _logits_of(outputs: object) -> Tensor:
@@ -477,22 +475,22 @@ def _logits_of(outputs: object) -> Tensor:
 
 
 def _in_all_places(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors by name, with tied ones under each of their names, once for each module.
+    """Return tensors by name, tied ones under each of their names, once for each module.
 
-    If torch looks for these names itself, it replaces the tensors of a module that occurs twice two
+    If torch finds these names itself, it replaces the tensors of a module that occurs twice two
     times, and afterwards restores its first replacement instead of the model's own tensor.
     """
-    found, first_names = dict[str, Tensor](), dict[int, str]()
+    by_name, first_names = dict[str, Tensor](), dict[int, str]()
     for path, module in model.named_modules():
-        for held in (module.named_parameters, module.named_buffers):
-            for name, tensor in held(path, recurse=False, remove_duplicate=False):
+        for members in (module.named_parameters, module.named_buffers):
+            for name, tensor in members(path, recurse=False, remove_duplicate=False):
                 if (first := first_names.setdefault(id(tensor), name)) in tensors:
-                    found[name] = tensors[first]
-    return found
+                    by_name[name] = tensors[first]
+    return by_name
 
 
 def matching(patterns: Iterable[str], names: Iterable[str], what: str) -> tuple[str, ...]:
-    """Return the names that some pattern matches, in order; ModelError if a pattern matches none.
+    """Return the names that match a pattern, in order; ModelError if a pattern matches none.
 
     `what` describes a name in the message of the error.
     """
@@ -505,32 +503,32 @@ def matching(patterns: Iterable[str], names: Iterable[str], what: str) -> tuple[
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module in those of `torch.compile` and of data parallelism, which change its names."""
+    """Return the module inside wrappers of `torch.compile` and data parallelism, if any."""
     parallel = isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel))
-    inner = getattr(model, "module" if parallel else "_orig_mod", None)  # torch names no other way
-    return unwrapped(inner) if isinstance(inner, nn.Module) else model
+    module = getattr(model, "module" if parallel else "_orig_mod", None)  # no public name
+    return unwrapped(module) if isinstance(module, nn.Module) else model
 
 
 def training_only(model: nn.Module, trained: Iterable[str], frozen: Iterable[str]) -> nn.Module:
-    """Return the model with only the chosen parameters trainable; the patterns are those of `Task`.
+    """Return the model with only the chosen parameters trainable; patterns are those of `Task`.
 
     The result is a copy that shares the model's numbers, or the model itself if nothing changes.
     ModelError: a pattern matches no parameter, or no parameter is left to train.
     """
-    held = dict(model.named_parameters())
-    names = [name for name, p in held.items() if p.is_floating_point()]
-    chosen = {*(matching(trained, names, "parameter"))} or {
-        name for name, p in held.items() if p.requires_grad
+    named = dict(model.named_parameters())
+    names = [name for name, p in named.items() if p.is_floating_point()]
+    selection = {*(matching(trained, names, "parameter"))} or {
+        name for name, p in named.items() if p.requires_grad
     }
-    stopped = {*matching(frozen, names, "parameter")}
-    if stopped and not chosen - stopped:
-        raise ModelError(f"frozen leaves nothing of {sorted(chosen)} to train")
-    memo: dict[int, object] = {id(t): t for t in (*held.values(), *model.buffers())}
+    excluded = {*matching(frozen, names, "parameter")}
+    if excluded and not selection - excluded:
+        raise ModelError(f"frozen leaves none of {sorted(selection)} to train")
+    memo: dict[int, object] = {id(t): t for t in (*named.values(), *model.buffers())}
     changed = False
-    for name, parameter in held.items():
-        needs = name in chosen - stopped
-        if needs != parameter.requires_grad:
-            memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=needs)
+    for name, parameter in named.items():
+        trains = name in selection - excluded
+        if trains != parameter.requires_grad:
+            memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=trains)
             changed = True
     return copy.deepcopy(model, memo) if changed else model
 
@@ -578,8 +576,8 @@ class RunningNorm(nn.Module):
 def without_batch_norm(model: nn.Module) -> nn.Module:
     """Return a copy of the model with a `RunningNorm` in place of each batch normalisation.
 
-    It is the model itself if there are none. ModelError: another layer mixes examples or keeps
-    statistics of them.
+    Without batch normalisation, return the model itself. ModelError: another layer mixes examples
+    or keeps statistics of them.
     """
     for name, layer in model.named_modules(remove_duplicate=False):
         # torch has no public common base of the normalisations with running statistics.

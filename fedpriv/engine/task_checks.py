@@ -1,4 +1,4 @@
-"""Checks of a task before any user's data are touched; each refusal is one sentence."""
+"""Checks of a task before any user's data are touched; each error is one sentence."""
 
 import copy
 import math
@@ -34,10 +34,10 @@ from fedpriv.training.local import SGD
 from fedpriv.training.request import LocalTraining
 
 _ROUNDING = 0.02  # relative difference of losses that count as equal, for bfloat16
-_ROWS = 16  # on which gradients are computed
-_UNSCALED = 100.0  # inputs beyond it make a model learn slowly
-_SHORT = 1e-3  # of the clipping norm: shorter updates are lost in the noise
-_SUM_ROUNDING = 1e-4  # how far a sum of probabilities in float32 may be from 1
+_ROWS = 16  # rows on which gradients are computed
+_UNSCALED = 100.0  # larger inputs make a model learn slowly
+_SHORT = 1e-3  # fraction of the clipping norm; shorter updates are lost in the noise
+_SUM_ROUNDING = 1e-4  # tolerance for a sum of probabilities in float32
 
 
 def check_task(task: Task, examples: HeldOut, *, apart: bool = False) -> None:
@@ -45,24 +45,24 @@ def check_task(task: Task, examples: HeldOut, *, apart: bool = False) -> None:
 
     Examples are a few rows of public or held-out data; with `apart`, each row is its own record.
 
-    ModelError: a field is absent or no tensor; model or loss raise; the loss is not one finite
+    ModelError: a field is absent or not a tensor; model or loss raise; the loss is not one finite
     number per example, reads parameters itself or has no gradient; the model has nothing to train,
     sparse gradients, or copies that do not use their own parameters; or, with `apart`, the result
     of a row depends on other rows or on their number.
     """
     for column in task.fields:
         if column not in examples:
-            legal = f"inputs and targets must be among {sorted(examples)}"
-            raise ModelError(f"the data have no field {column!r}; {legal}")
+            hint = f"inputs and targets must be among {sorted(examples)}"
+            raise ModelError(f"the data have no field {column!r}; {hint}")
     parameters = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
     if not parameters:
         raise ModelError(
-            "the model has no trainable parameter, that is none which requires a gradient; name "
+            "the model has no trainable parameter, since none requires a gradient; name "
             "those to train in trained, a setting of the task, such as trained='*'"
         )
     for name, layer in task.model.named_modules():
-        trained = any(p.requires_grad for p in layer.parameters(recurse=False))
-        if trained and getattr(layer, "sparse", False) is True:
+        is_trained = any(p.requires_grad for p in layer.parameters(recurse=False))
+        if is_trained and getattr(layer, "sparse", False) is True:
             raise ModelError(f"layer {name!r} has sparse gradients; make it with sparse=False")
     x, y = _tensors(task, examples)
     original = task.model
@@ -84,38 +84,38 @@ def check_targets(task: Task, rows: HeldOut) -> None:
     negative; "binary-cross-entropy" takes numbers from 0 to 1. Other losses are not checked.
     """
     if not rows.keys() >= {*task.fields} or rows[task.targets].dtype.kind not in "iubf":
-        return  # `check_task` says so
+        return  # `check_task` reports this
     y = rows[task.targets]
-    whole = y.dtype.kind in "iub"
-    y = y[y != task.ignore_index] if whole else y
+    is_whole = y.dtype.kind in "iub"
+    y = y[y != task.ignore_index] if is_whole else y
     if not y.size or task.loss not in (cross_entropy, binary_cross_entropy):
         return
     low, high = float(y.min()), float(y.max())
     if task.loss is binary_cross_entropy:
-        most, rule = 1.0, "; under binary-cross-entropy they must be from 0 to 1"
+        limit, rule = 1.0, "; under binary-cross-entropy they must be from 0 to 1"
         cure = "number two classes 0 and 1, and for other numbers use the loss mse"
-    elif not whole:
-        most, cure = math.inf, "for numbers use the loss mse"
+    elif not is_whole:
+        limit, cure = math.inf, "for numbers use the loss mse"
         rule = f" and are {y.dtype}; under cross-entropy shares of classes must not be negative"
     elif not (scores := _number_of_scores(task, rows)):
-        return  # other checks name what is wrong
+        return  # other checks report this
     else:
-        most, cure = scores - 1, f"give the model {high + 1.0:g} scores"
-        rule = f" and the model gives {scores} scores; cross-entropy takes 0 to {most}"
+        limit, cure = scores - 1, f"give the model {high + 1.0:g} scores"
+        rule = f" and the model gives {scores} scores; cross-entropy takes 0 to {limit}"
         if low < 0.0:
             cure = "number classes from 0; ignore_index names the one that does not count"
         elif (low, high) == (1.0, scores):
             cure = "subtract 1 from all"
-    if low < 0.0 or high > most:
+    if low < 0.0 or high > limit:
         targets = f"targets of the held-out rows go from {low:g} to {high:g}"
         raise ModelError(f"{targets}{rule}: {cure}")
 
 
 def _number_of_scores(task: Task, rows: HeldOut) -> int:
-    """Return how many scores the model gives for each target, or 0 if outputs are no scores."""
+    """Return the number of scores per target, or 0 if the model's outputs are not scores."""
     shape = outputs_of_zeros(task, rows) or ()
-    of_targets = len(shape) > 1 and shape[2:] == rows[task.targets].shape[1:]
-    return shape[1] if of_targets and shape[1] > 1 else 0
+    is_scores = len(shape) > 1 and shape[2:] == rows[task.targets].shape[1:]
+    return shape[1] if is_scores and shape[1] > 1 else 0
 
 
 def check_learns(
@@ -125,38 +125,38 @@ def check_learns(
     local: LocalTraining,
     clipping_norm: float = 0.0,
 ) -> tuple[str, ...]:
-    """Refuse a task that no user could train, and return why it is likely to train badly.
+    """Refuse a task that no user could train, and return reasons why it may train badly.
 
-    A model that ends in a softmax or a sigmoid, whose loss takes another, is likely to train badly,
-    and so are a loss that reaches only some parameters, large inputs, and local steps that are
-    short by the clipping norm. The task is tried on held-out `rows`, or without them on random rows
-    like `examples`.
+    Reasons are a softmax or sigmoid at the end of the model that the loss applies again, a loss
+    that reaches only some parameters, large inputs, and local steps that are short relative to the
+    clipping norm. The task is tried on held-out `rows`, or without them on random rows like
+    `examples`.
 
-    ModelError: gradients by all parameters are zero or not finite, or a first local step of SGD is
+    ModelError: gradients of all parameters are zero or not finite, or a first local step of SGD is
     not finite.
     """
     task = replace(task, model=_copy_of(task.model))
-    tried = _Tried.on(task, _counting(task, rows)) if rows else None
-    if tried is None or (tried.finite and not tried.losses.any()):
-        # A model that fits rows exactly has no gradient on them, but on others it has.
+    trial = _Trial.on(task, _counting(task, rows)) if rows else None
+    if trial is None or (trial.finite and not trial.losses.any()):
+        # A model that fits these rows exactly may have gradients on others.
         random = [*_on_random_rows(task, examples)]
-        if not random or any(trial.learns or not trial.finite for trial in random):
+        if not random or any(t.learns or not t.finite for t in random):
             return random[0].notes if random else ()
-        tried = tried or random[0]
-    if not tried.learns:
-        kind = "zero" if tried.finite else "NaN or infinite"
+        trial = trial or random[0]
+    if not trial.learns:
+        kind = "zero" if trial.finite else "NaN or infinite"
         general = "check how the model is initialised, and whether units such as ReLU give 0 always"
         raise ModelError(
             f"no user could train the model: gradients of the loss by all parameters are {kind} on "
-            f"{len(tried.y)} {'held-out' if rows else 'random'} rows; "
-            f"{'; '.join(tried.notes) or general}"
+            f"{len(trial.y)} {'held-out' if rows else 'random'} rows; "
+            f"{'; '.join(trial.notes) or general}"
         )
-    short = tried.check_first_step(local, clipping_norm)
-    return (*tried.notes, *short)
+    step_notes = trial.check_first_step(local, clipping_norm)
+    return (*trial.notes, *step_notes)
 
 
 @dataclass(frozen=True)
-class _Tried:
+class _Trial:
     """A task on a few rows, at its initial parameters."""
 
     task: Task
@@ -164,41 +164,41 @@ class _Tried:
     y: Tensor
     outputs: Tensor
     losses: Tensor
-    gradients: TorchTensors  # of a sum of losses, weighted so that those of rows do not cancel
+    gradients: TorchTensors  # of a weighted sum of losses, so that those of rows do not cancel
 
     @classmethod
-    def on(cls, task: Task, rows: HeldOut) -> "_Tried":
-        """Try all rows; if their gradients are not finite, keep those of the first row that are."""
+    def on(cls, task: Task, rows: HeldOut) -> "_Trial":
+        """Try all rows; if their gradients are not finite, use those of the first row that are."""
         x, y = _tensors(task, rows)
         weights = 1.0 + torch.rand(len(y), generator=torch.Generator().manual_seed(0))
         outputs, losses, gradients = _differentiated(task, {}, x, y, weights)
-        tried = cls(task, x, y, outputs, losses, gradients)
-        for row in range(len(y) if not tried.finite else 0):
-            alone = _differentiated(task, {}, *_row(x, y, row), weights[row : row + 1])[2]
-            if _finite(alone):
-                return replace(tried, gradients=alone)
-        return tried
+        trial = cls(task, x, y, outputs, losses, gradients)
+        for row in range(len(y) if not trial.finite else 0):
+            of_row = _differentiated(task, {}, *_row(x, y, row), weights[row : row + 1])[2]
+            if _finite(of_row):
+                return replace(trial, gradients=of_row)
+        return trial
 
     @property
     def finite(self) -> bool:
-        """Whether all gradients are finite numbers."""
+        """True if all gradients are finite numbers."""
         return _finite(self.gradients)
 
     @property
     def learns(self) -> bool:
-        """Whether some parameter moves."""
+        """True if some parameter moves."""
         return self.finite and any(bool(g.any()) for g in self.gradients.values())
 
     @property
     def are_probabilities(self) -> bool:
-        """Whether the loss takes the softmax or sigmoid of outputs that look like those of one."""
+        """True if outputs look like those of the softmax or sigmoid that the loss applies."""
         scores = self.outputs
         if self.task.loss is binary_cross_entropy:
-            # Logits change their sign if that of all parameters does, and a sigmoid has none.
-            turned = {name: -p for name, p in _trained(self.task).items()}
-            turned |= self.task.constants(torch.device("cpu"))
-            both = scores, _outputs_once(self.task.model, turned, self.x)
-            return all(bool(((each > 0.0) & (each < 1.0)).all()) for each in both)
+            # Negated parameters negate logits, while outputs of a sigmoid remain in (0, 1).
+            negated = {name: -p for name, p in _trained(self.task).items()}
+            negated |= self.task.constants(torch.device("cpu"))
+            pair = scores, _outputs_once(self.task.model, negated, self.x)
+            return all(bool(((outputs > 0.0) & (outputs < 1.0)).all()) for outputs in pair)
         if self.task.loss is not cross_entropy or scores.dim() < 2 or bool((scores < 0.0).any()):
             return False
         sums = scores.sum(1)
@@ -206,17 +206,17 @@ class _Tried:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Why the task is likely to train badly, in a sentence each, with the cure."""
+        """Reasons why the task may train badly, one sentence each, with a cure."""
         notes, last = list[str](), "softmax" if self.task.loss is cross_entropy else "sigmoid"
         inputs = [*self.x.values()] if isinstance(self.x, dict) else [self.x]
         numbers = {"inputs": [t for t in inputs if t.is_floating_point()]}
         if self.task.loss in (squared_error, huber):
             numbers["targets"] = [self.y]
-        for what, tensors in numbers.items():
+        for kind, tensors in numbers.items():
             largest = max((float(t.abs().max()) for t in tensors), default=0.0)
             if not largest <= _UNSCALED:
                 notes.append(
-                    f"{what} are as large as {largest:.3g}, at which models learn slowly: scale "
+                    f"{kind} are as large as {largest:.3g}, at which models learn slowly: scale "
                     "them to about 1, by constants that are public"
                 )
         if not self.y.is_floating_point() and bool((self.losses < 0.0).any()):
@@ -231,13 +231,13 @@ class _Tried:
             )
         if self.are_probabilities:
             notes.append(
-                f"outputs of the model look like probabilities, of which the loss takes the {last} "
+                f"outputs of the model look like probabilities, to which the loss applies {last} "
                 f"again, so that it learns slowly: let the model end before its {last}"
             )
         try:
-            kept = self.task.constants(torch.device("cpu")) | _trained(self.task)
-            _check_apart(self.task, kept, self.x, self.y)
-        except ModelError as error:  # of users, whose examples may mix
+            tensors_by_name = self.task.constants(torch.device("cpu")) | _trained(self.task)
+            _check_apart(self.task, tensors_by_name, self.x, self.y)
+        except ModelError as error:  # only a note, since a user's examples may mix
             notes.append(
                 f"examples do not stand alone in a batch, so that figures depend on it: {error}"
             )
@@ -250,19 +250,19 @@ class _Tried:
         return tuple(notes)
 
     def check_first_step(self, local: LocalTraining, clipping_norm: float) -> tuple[str, ...]:
-        """Refuse a learning rate of SGD at which a user who trains has no finite update.
+        """Refuse a learning rate of SGD at which a user's update is not finite.
 
         Return a note if updates are likely to be lost in the noise.
         """
         if type(local) not in (LocalTraining, SGD):
             return ()
         rate, steps = local.at(1).rate, max(local.epochs or 1, local.steps or 1)
-        moved = _trained(self.task)
+        tensors = _trained(self.task)
         for _ in range(min(steps, 2)):
             ones = torch.ones(len(self.y))
-            gradients = _differentiated(self.task, moved, self.x, self.y, ones)[2]
-            moved = moved | {name: moved[name] - rate * g for name, g in gradients.items()}
-        if not _finite(moved):
+            gradients = _differentiated(self.task, tensors, self.x, self.y, ones)[2]
+            tensors = tensors | {name: tensors[name] - rate * g for name, g in gradients.items()}
+        if not _finite(tensors):
             raise ModelError(
                 f"learning_rate is {rate:g}, at which users' first steps are NaN or infinite; it "
                 "must be smaller"
@@ -277,17 +277,17 @@ class _Tried:
 
 
 def _differentiated(
-    task: Task, moved: TorchTensors, x: Inputs, y: Tensor, weights: Tensor
+    task: Task, overrides: TorchTensors, x: Inputs, y: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, TorchTensors]:
-    """Return outputs, losses [n], and gradients of their weighted mean by trained tensors."""
+    """Return outputs, losses [n], and gradients of their weighted mean for trained tensors."""
     constants = task.constants(torch.device("cpu"))
-    trained = {n: p.clone().requires_grad_() for n, p in (_trained(task) | moved).items()}
+    leaves = {n: p.clone().requires_grad_() for n, p in (_trained(task) | overrides).items()}
     with torch.enable_grad(), generators_apart(0):
-        outputs = called_apart(task.model, constants | trained, x)
+        outputs = called_apart(task.model, constants | leaves, x)
         losses = task.losses_of(outputs, y)
         mean = (losses * weights).mean()
-        gradients = torch.autograd.grad(mean, [*trained.values()], allow_unused=True)
-    by_name = {n: g for n, g in zip(trained, gradients, strict=True) if g is not None}
+        gradients = torch.autograd.grad(mean, [*leaves.values()], allow_unused=True)
+    by_name = {n: g for n, g in zip(leaves, gradients, strict=True) if g is not None}
     return outputs.detach(), losses.detach(), by_name
 
 
@@ -300,31 +300,31 @@ def _finite(tensors: TorchTensors) -> bool:
 
 
 def _row(x: Inputs, y: Tensor, row: int) -> tuple[Inputs, Tensor]:
-    one = slice(row, row + 1)
-    return each_input(lambda t: t[one], x), y[one]
+    piece = slice(row, row + 1)
+    return each_input(lambda t: t[piece], x), y[piece]
 
 
 def _counting(task: Task, rows: HeldOut) -> HeldOut:
-    """Return a few rows with targets that count, spread over all rows; else the first row."""
+    """Return a few rows with targets that count, spread over all rows; if none, the first row."""
     y = rows[task.targets]
     counts = (y != task.ignore_index) if y.dtype.kind in "iu" else np.ones(y.shape, np.bool_)
     places = np.flatnonzero(counts.reshape(len(y), -1).any(1))
     places = places if len(places) else np.zeros(1, np.int64)
-    chosen = places[np.linspace(0, len(places) - 1, min(_ROWS, len(places))).astype(np.int64)]
-    return {column: rows[column][chosen] for column in task.fields}
+    indices = places[np.linspace(0, len(places) - 1, min(_ROWS, len(places))).astype(np.int64)]
+    return {column: rows[column][indices] for column in task.fields}
 
 
-def _on_random_rows(task: Task, examples: HeldOut) -> Iterator[_Tried]:
-    """Yield trials of a task on random rows like some examples, if it takes such rows."""
+def _on_random_rows(task: Task, examples: HeldOut) -> Iterator[_Trial]:
+    """Yield trials of a task on random rows like the examples, if it takes such rows."""
     for seed in range(2 if examples else 0):
         rng, rows = np.random.default_rng(seed), dict[str, npt.NDArray[np.generic]]()
         for column in task.fields:
             kind, shape = examples[column].dtype, (_ROWS, *examples[column].shape[1:])
-            whole = kind.kind in "iub"  # most models take 0 and 1 as words and classes
-            drawn = rng.integers(0, 2, shape) if whole else rng.standard_normal(shape)
-            rows[column] = drawn.astype(kind)
+            discrete = kind.kind in "iub"  # most models take 0 and 1 as words and classes
+            numbers = rng.integers(0, 2, shape) if discrete else rng.standard_normal(shape)
+            rows[column] = numbers.astype(kind)
         try:
-            yield _Tried.on(task, rows)
+            yield _Trial.on(task, rows)
         except Exception:
             continue
 
@@ -349,14 +349,14 @@ def _tensor(name: str, column: npt.NDArray[np.generic]) -> Tensor:
 
 
 def _check_losses(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> None:
-    """Refuse a model or a loss that raises, or gives no finite losses."""
+    """Refuse a model or a loss that raises, or gives losses that are not finite."""
     try:
         outputs = called_apart(task.model, tensors, x)
         with torch.enable_grad():
             losses = task.losses_of(outputs.detach(), y)
         with torch.enable_grad(), generators_apart():
-            sent = {name: tensors[name].clone().requires_grad_() for name in task.parameters()}
-            trained = task.losses_of(called_apart(task.model, {**tensors, **sent}, x), y)
+            leaves = {name: tensors[name].clone().requires_grad_() for name in task.parameters()}
+            differentiable = task.losses_of(called_apart(task.model, {**tensors, **leaves}, x), y)
     except Exception as error:
         kinds = (
             f"inputs are {_kinds(x)}, targets {_kinds(y)}, and parameters are trained as float32"
@@ -366,8 +366,8 @@ def _check_losses(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> No
             f"{_cure_of_images(task, tensors, x)}{about_words(error, x)}"
         ) from error
     if outputs.shape == (*y.shape, 1) and task.loss not in LOSSES.values():
-        each = cast(Loss, task.loss)(outputs, y)
-        if each.shape == (len(y), len(y)) and len(y) > 1:
+        losses_of_all = cast(Loss, task.loss)(outputs, y)
+        if losses_of_all.shape == (len(y), len(y)) and len(y) > 1:
             raise ModelError(
                 f"the loss compares each of the outputs {list(outputs.shape)} with all targets "
                 f"{list(y.shape)}; let it flatten the outputs, or use the loss mse"
@@ -388,9 +388,9 @@ def _check_losses(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> No
             "the loss reads parameters itself, not those of each user; it must be a function of "
             "outputs and targets alone, so have forward return what else it needs"
         )
-    if not trained.requires_grad:
+    if not differentiable.requires_grad:
         raise ModelError(
-            "the loss has no gradient by any parameter that users send, so that nothing would be "
+            "the loss has no gradient by any parameter that users send, so nothing would be "
             "trained; neither model nor loss may detach, round or compare what they compute"
         )
 
@@ -404,14 +404,14 @@ def _check_axes(
         return
     try:
         shorter = called_apart(task.model, tensors, x[:, :-1]).shape
-    except Exception:  # of a model that takes one length only
+    except Exception:  # the model takes only one length
         return
     if shorter[1:] == (y.shape[1] - 1, y.shape[1]):
         raise ModelError(f"outputs have an axis of positions before one of scores; {SCORES_FIRST}")
 
 
 def _cure_of_images(task: Task, tensors: TorchTensors, x: Inputs) -> str:
-    """Return what to do if the model takes the inputs as images with their channels first."""
+    """Return the cure if the model takes the inputs as images with channels first, else ""."""
     if isinstance(x, dict) or x.dim() not in (3, 4):
         return ""
     images, cure = (
@@ -419,7 +419,7 @@ def _cure_of_images(task: Task, tensors: TorchTensors, x: Inputs) -> str:
     )
     with suppress(Exception), torch.no_grad():
         called_apart(task.model, tensors, x)
-        return ""  # it takes them as they are
+        return ""  # the model takes them as they are
     with suppress(Exception), torch.no_grad():
         called_apart(task.model, tensors, images.float())
         scaled = "" if x.is_floating_point() else ".astype('f4') / 255"
@@ -428,7 +428,7 @@ def _cure_of_images(task: Task, tensors: TorchTensors, x: Inputs) -> str:
 
 
 def about_words(error: Exception, x: Inputs) -> str:
-    """Return what an index that a model lacks says of integer inputs; "" of another error."""
+    """Return a sentence about integer inputs for an IndexError, "" for other errors."""
     tensors = x.values() if isinstance(x, dict) else [x]
     words = [t for t in tensors if not t.is_floating_point()]
     if not words or not isinstance(error, IndexError):
@@ -453,51 +453,51 @@ def _check_apart(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> Non
         return task.losses_of(outputs, y[rows])
 
     try:
-        alone = torch.cat([losses(slice(row, row + 1)) for row in range(len(y))])
+        single_losses = torch.cat([losses(slice(row, row + 1)) for row in range(len(y))])
     except Exception as error:
         raise ModelError(f"the model cannot be evaluated on one example: {error}") from error
-    # What a model draws may differ for one example.
-    if not _close(alone, losses(slice(None))) and not _draws(model, tensors, x):
+    # Random numbers that a model draws may differ for one example.
+    if not _close(single_losses, losses(slice(None))) and not _draws(model, tensors, x):
         raise ModelError(
             "model or loss mix examples: the loss of one depends on the others, or on their "
-            "number, as in nn.LSTM without batch_first=True; each must count by itself"
+            "number, as in nn.LSTM without batch_first=True; each must count separately"
         )
 
 
 def _draws(model: nn.Module, tensors: TorchTensors, x: Inputs) -> bool:
     with generators_apart(), torch.no_grad():
-        before = torch.random.get_rng_state()
+        state = torch.random.get_rng_state()
         called_apart(model, tensors, x)
-        return not torch.equal(before, torch.random.get_rng_state())
+        return not torch.equal(state, torch.random.get_rng_state())
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
+def _close(first: Tensor, second: Tensor) -> bool:
     """Return whether tensors agree within the rounding of bfloat16."""
-    sizes = other.abs().double()
-    most = float(sizes[torch.isfinite(sizes)].max()) if torch.isfinite(sizes).any() else 0.0
-    return one.shape == other.shape and torch.allclose(
-        one, other, rtol=0.0, atol=_ROUNDING * most, equal_nan=True
+    sizes = second.abs().double()
+    largest = float(sizes[torch.isfinite(sizes)].max()) if torch.isfinite(sizes).any() else 0.0
+    return first.shape == second.shape and torch.allclose(
+        first, second, rtol=0.0, atol=_ROUNDING * largest, equal_nan=True
     )
 
 
 def _check_copy(original: nn.Module, task: Task, tensors: TorchTensors, x: Inputs) -> None:
-    """Refuse a model whose copy differs from it at other parameters: it reads the original's."""
+    """Refuse a model whose copy, at other parameters, gives other outputs than the model."""
     generator = torch.Generator().manual_seed(0)
-    moved = {
+    parameters = {
         name: tensors[name] + 0.01 * torch.randn(p.shape, generator=generator)
         for name, p in task.trainable().items()
     }
-    # At an input of zeros, as a blank row is, weights make no difference.
+    # Weights do not affect inputs of zeros, such as a blank row.
     x = each_input(lambda t: t.masked_fill(t == 0, 1) if t.is_floating_point() else t, x)
     try:
-        one, other = (
-            _outputs_once(model, {**tensors, **moved}, x) for model in (original, task.model)
+        first, second = (
+            _outputs_once(model, {**tensors, **parameters}, x) for model in (original, task.model)
         )
     except Exception as error:
         raise ModelError(
             f"the model cannot be copied, or not evaluated near its initial parameters: {error}"
         ) from error
-    if not torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True):
+    if not torch.allclose(first, second, rtol=0.0, atol=0.0, equal_nan=True):
         raise ModelError(
             "a copy of the model does not use its own parameters, so that users cannot train side "
             "by side; forward must reach them through self"
@@ -510,6 +510,6 @@ def _copy_of(model: nn.Module) -> nn.Module:
 
 
 def _outputs_once(model: nn.Module, tensors: TorchTensors, x: Inputs) -> Tensor:
-    """Return outputs, with the same dropout masks each time; torch's generator stays as it was."""
+    """Return outputs, with the same dropout masks each time; torch's generator is restored."""
     with generators_apart(0), torch.no_grad():
         return called_apart(model, tensors, x)

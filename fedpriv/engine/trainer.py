@@ -69,7 +69,7 @@ class ChunkSum:
 
 
 class _Sums:
-    """The contributions that have been added up so far, in a round with this start."""
+    """The sum of the contributions so far, in a round with this start."""
 
     def __init__(self, request: RoundRequest, start: RoundParameters) -> None:
         self.request, self.start = request, start
@@ -87,14 +87,14 @@ class _Sums:
             self.total += self.pending.pop(0)()
 
     def done(self, name: str) -> ChunkSum:
-        """Return the sum of everything, under this name."""
+        """Return the complete sum, under this name."""
         self.wait(0)
         partial = PartialSum(name, self.users, self.total.astype(np.int64), self.weight)
         return ChunkSum(partial, tuple(self.diagnostics), self.dropped, tuple(self.reasons))
 
 
 def blank(users: UserStore, rows: int = 1) -> dict[str, npt.NDArray[np.generic]]:
-    """Return rows of zeros to try a task on, since users' data must not decide if a round runs."""
+    """Return rows of zeros for trials, since users' data must not decide whether a round runs."""
     return {n: np.zeros((rows, *f.shape[1:]), f.dtype) for n, f in users.fields.items()}
 
 
@@ -212,9 +212,9 @@ class Trainer:
             if self.graphs is not None and chunk.shapes:
                 total = self._total(request, start, examples, weights)
             if total is None:
-                sent = self._sent(request, start, examples)
+                updates = self._sent(request, start, examples)
                 if self.observed:
-                    rows = diagnose_users(self._blocks(start, examples), sent, request)
+                    rows = diagnose_users(self._blocks(start, examples), updates, request)
                     sums.diagnostics.append(rows[: len(chunk.users)].cpu().numpy())
         except Exception as error:
             if self.graphs is not None and isinstance(error, torch.OutOfMemoryError):
@@ -228,49 +228,49 @@ class Trainer:
         # Training is complete, so later errors are not due to a user, and end the round.
         sums.users, sums.weight = sums.users + len(weights), sums.weight + int(weights.sum())
         if self.device.type == "cpu":
-            sums.unclipped.append((chunk, sent, weights))
+            sums.unclipped.append((chunk, updates, weights))
             if chunk.shapes or len(sums.unclipped) * clipping.layout.dimension >= _CLIPPED_AT_ONCE:
                 self._clip(sums)
             return
-        fetch = _fetched(integer_sum(sent, clipping, weights) if total is None else total)
+        fetch = _fetched(integer_sum(updates, clipping, weights) if total is None else total)
 
         def summed() -> npt.NDArray[np.int64]:
-            total, again = fetch(), partial(self._sent, request, start, examples)
-            self._look_for_lost(sums, chunk, _contributors(request, total), again)
+            total, retrain = fetch(), partial(self._sent, request, start, examples)
+            self._look_for_lost(sums, chunk, _contributors(request, total), retrain)
             return total
 
         sums.pending.append(summed)
 
     def _clip(self, sums: _Sums) -> None:
-        """Clip updates and add them up; those of users alone together, which takes less time."""
+        """Clip updates and add them up; joining those of users alone takes less time."""
         if not sums.unclipped:
             return
-        chunks, sent, weights = zip(*sums.unclipped, strict=True)
+        chunks, parts, weights = zip(*sums.unclipped, strict=True)
         sums.unclipped.clear()
-        updates, sizes = sent[0], [len(chunk.users) for chunk in chunks]
-        if len(sent) > 1:
-            pairs = [*zip(sent, sizes, strict=True)]
+        updates, sizes = parts[0], [len(chunk.users) for chunk in chunks]
+        if len(parts) > 1:
+            pairs = [*zip(parts, sizes, strict=True)]
             updates = {name: torch.cat([u[name][:size] for u, size in pairs]) for name in updates}
-        before = _contributors(sums.request, sums.total)
+        previous = _contributors(sums.request, sums.total)
         add_contributions(sums.total, updates, sums.request.clipping, np.concatenate(weights))
-        contributors = _contributors(sums.request, sums.total) - before
+        contributors = _contributors(sums.request, sums.total) - previous
         merged = replace(chunks[0], users=np.concatenate([chunk.users for chunk in chunks]))
         self._look_for_lost(sums, merged, contributors, lambda: updates)
 
     def _look_for_lost(
-        self, sums: _Sums, chunk: Chunk, contributors: int, sent: Callable[[], Updates]
+        self, sums: _Sums, chunk: Chunk, contributors: int, compute: Callable[[], Updates]
     ) -> None:
         """Record the first user whose update is not finite, unless all users contributed."""
         expected = len(chunk.users) if CONTRIBUTORS in sums.request.metrics else 0
         if self.naming and sums.dropped is None and contributors < expected:
-            updates = sent()
+            updates = compute()
             norms = torch.stack([*group_norms(updates, sums.request.clipping.sent).values()], 1)
             place = int((~torch.isfinite(norms).all(1)).nonzero()[0])
-            lost = replace(chunk, users=chunk.users[place:])
+            rest = replace(chunk, users=chunk.users[place:])
             broken = {n for n, u in updates.items() if not torch.isfinite(u[place]).all()}
             metrics = [m.name for m in sums.request.measured if m.tensor in broken]
             what = f"metric {metrics[0]!r}" if 0 < len(metrics) == len(broken) else "update"
-            self._drop(sums, lost, f"its {what} is not finite")
+            self._drop(sums, rest, f"its {what} is not finite")
 
     def _drop(self, sums: _Sums, chunk: Chunk, reason: str, error: Exception | None = None) -> None:
         """Record that the first user of a chunk counts as zero."""
@@ -295,14 +295,14 @@ class Trainer:
             return self._sent(request, start, self._examples(request, chunk, store))
 
     def _sent(self, request: RoundRequest, start: RoundParameters, examples: Examples) -> Updates:
-        moved = self._moved(request, start, examples)
-        return self._reported(request, start, examples, moved)
+        moves = self._moved(request, start, examples)
+        return self._reported(request, start, examples, moves)
 
     def _reported(
-        self, request: RoundRequest, start: RoundParameters, examples: Examples, moved: Updates
+        self, request: RoundRequest, start: RoundParameters, examples: Examples, moves: Updates
     ) -> Updates:
-        """Return the updates and metrics of users who moved so far, [L, *shape] by name."""
-        updates = {name: t for name, t in moved.items() if name not in start.personal}
+        """Return the updates and metrics of users with these moves, [L, *shape] by name."""
+        updates = {name: t for name, t in moves.items() if name not in start.personal}
         reported = TorchTensors()
         if request.measured:
             blocks, groups = self._blocks(start, examples), request.clipping.groups
@@ -315,8 +315,8 @@ class Trainer:
         if self.graphs is None or not examples.chunk.shapes:
             return self._train(request, start, examples)
 
-        def compute(start: RoundParameters, given: TorchTensors) -> Updates:
-            return self._train(request, start, replace(examples, made_of=given))
+        def compute(start: RoundParameters, inputs: TorchTensors) -> Updates:
+            return self._train(request, start, replace(examples, made_of=inputs))
 
         shape = examples.chunk.lean, examples.shape
         return self.graphs.computed(compute, request.local, shape, start, examples.made_of)
@@ -332,15 +332,15 @@ class Trainer:
         if not self.graphs.may_capture(shape):
             return None
 
-        def compute(start: RoundParameters, given: TorchTensors) -> Updates:
-            captured = replace(examples, made_of=given)
-            moved = self._train(request, start, captured)
-            sent = self._reported(request, start, captured, moved)
-            return {_TOTAL: sum_by_kernels(kernels, sent, clipping, given[_WEIGHTS])}
+        def compute(start: RoundParameters, inputs: TorchTensors) -> Updates:
+            captured = replace(examples, made_of=inputs)
+            moves = self._train(request, start, captured)
+            updates = self._reported(request, start, captured, moves)
+            return {_TOTAL: sum_by_kernels(kernels, updates, clipping, inputs[_WEIGHTS])}
 
         by_lane = to_device(lane_weights(clipping, weights, examples.lanes), self.device)
-        given = {**examples.made_of, _WEIGHTS: by_lane}
-        return self.graphs.computed(compute, request.local, shape, start, given)[_TOTAL][:]
+        inputs = {**examples.made_of, _WEIGHTS: by_lane}
+        return self.graphs.computed(compute, request.local, shape, start, inputs)[_TOTAL][:]
 
     def _train(self, request: RoundRequest, start: RoundParameters, examples: Examples) -> Updates:
         with tf32(allowed=True) if self.activations == "tf32" else nullcontext():
@@ -373,11 +373,11 @@ class Trainer:
         starts, sizes = store.offsets[chunk.users], sizes_of(store, chunk.users)
         shape = chunk.width, chunk.lanes, store.rows
         schedule = Schedule.of(enrolled, starts, sizes, local, request.local_key, *shape)
-        # Lanes without users have rows of zeros, which a store in the CPU's memory does not.
+        # Lanes without users need a row of zeros, which a store in the CPU's memory lacks.
         lanes_on_cpu = self.device.type == "cpu" and chunk.shapes
         resident = self.resident if store is self.users and not lanes_on_cpu else None
-        given = schedule, store, self.device, self.task, resident
-        examples = Examples(chunk, enrolled, *given)
+        settings = schedule, store, self.device, self.task, resident
+        examples = Examples(chunk, enrolled, *settings)
         if self.device.type == "cpu" or not chunk.shapes:
             return examples
         measured = self.observed or bool(request.measured)
@@ -385,7 +385,7 @@ class Trainer:
 
 
 def _fetched(tensor: Tensor) -> Callable[[], npt.NDArray[Any]]:
-    """Begin to copy a tensor to the CPU; return a function that waits for the copy only."""
+    """Begin to copy a tensor to the CPU; return a function that waits for the copy alone."""
     if tensor.device.type != "cuda":
         return tensor.cpu().numpy
     memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

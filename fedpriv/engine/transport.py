@@ -32,7 +32,7 @@ from fedpriv.training.request import RoundRequest, Transport
 _log = logging.getLogger(__name__)
 
 _CHUNK_MEBIBYTES = 128  # on a CPU, where more memory makes training no faster
-_SMALL_SAMPLE, _LARGE_SAMPLE = 8, 64  # users who are tried before a simulation's first round
+_SMALL_SAMPLE, _LARGE_SAMPLE = 8, 64  # users to try before a simulation's first round
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class InProcessTransport(Transport):
         refuse_shared(self.users, "whole users train")
 
     def prepare(self, request: RoundRequest) -> None:
-        """Decide how users train, from public facts; ModelError or InvalidValueError if not."""
+        """Choose how users train, from public facts; ModelError or InvalidValueError on failure."""
         self.road(request)
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
@@ -210,8 +210,8 @@ class InProcessTransport(Transport):
         """Yield users who are done, as positions in the store, and their sums."""
         road = self.road(request)
         if self.hosted is None:
-            valid = (request.users >= 0) & (request.users < self.users.population)
-            users = request.users[valid]
+            is_valid = (request.users >= 0) & (request.users < self.users.population)
+            users = request.users[is_valid]
         else:
             users = np.flatnonzero(np.isin(self.hosted, request.users))
         trainer = self._trainer
@@ -233,7 +233,7 @@ class InProcessTransport(Transport):
 
     @property
     def _forking(self) -> bool:
-        """Whether users train in forks, which can be ended if they take too long."""
+        """True if users train in forks, which can be ended if they take too long."""
         return self.limited and self.device.type == "cpu" and can_fork()
 
     @cached_property

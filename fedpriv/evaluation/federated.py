@@ -43,13 +43,13 @@ _log = logging.getLogger(__name__)
 # A label that is not a class raises an error on a CPU; on a GPU it would end the process.
 _CPU = torch.device("cpu")
 _KEY = bytes(32)  # public, for random numbers that a model draws in evaluation
-_LARGE = 2**10  # integers of a user that must not affect others are at most so large
-_EXTREMES = (1e30, math.inf, math.nan)  # data of a user that must not affect other users
+_LARGE = 2**10  # the largest integer in data of a user that must not affect other users
+_EXTREMES = (1e30, math.inf, math.nan)  # numbers in such data
 
 
 @dataclass(frozen=True)
 class FederatedEvaluation:
-    """The metrics of the released model that users report, after which rounds, and the noise.
+    """The queries of a run: the metrics that users report, the rounds, and the noise.
 
     Each query draws a fresh Poisson sample of users and adds a charge to the budget of the run.
     Noise that is calibrated for a run allows for all queries.
@@ -58,9 +58,9 @@ class FederatedEvaluation:
     noise_multiplier: float  # z > 0 of each query
     report: Mapping[str, Mapping[str, float | Sequence[float]]] = field(
         default_factory=lambda: {"accuracy": {}}
-    )  # metrics of examples: numbers by name, as for `Mechanism.metrics`
-    sampling_probability: float = 1.0  # that a query asks a user
-    every: int | None = None  # rounds between queries, in addition to one at the end; None: only it
+    )  # metrics of examples: options by name, as for `Mechanism.metrics`
+    sampling_probability: float = 1.0  # of each user in a query
+    every: int | None = None  # rounds between queries, besides one at the end; None: only that
     held_out: float = 0.2  # share of each user's examples that is not trained on, in [0, 1)
 
     def __post_init__(self) -> None:
@@ -154,8 +154,8 @@ def kept_apart(users: UserStore, share: float) -> tuple[UserStore, UserStore]:
     if share == 0.0:
         return users, users
     held_out = spread_over(users.offsets, share)
-    before = np.concatenate([[0], np.cumsum(held_out)])
-    sizes = np.diff(before[users.offsets])
+    cumulative = np.concatenate([[0], np.cumsum(held_out)])
+    sizes = np.diff(cumulative[users.offsets])
 
     def part(rows: npt.NDArray[np.bool_], counts: npt.NDArray[np.int64]) -> UserStore:
         return UserStore(users.take(np.flatnonzero(rows)), offsets_of(counts), users.user_ids)
@@ -169,7 +169,7 @@ class UserEvaluation:
 
     asked: FederatedEvaluation
     run: str  # name in the ledger
-    # With their held-out examples; if they personalise the model, with all of them.
+    # Users with their held-out examples, or with all if they personalise the model.
     users: UserStore
     task: Task
     metrics: tuple[Metric, ...]
@@ -185,8 +185,8 @@ class UserEvaluation:
             )
         if self.personalisation is not None and self.asked.held_out == 0.0:
             raise InvalidValueError(
-                "held_out of federated_evaluation is 0; it must be positive where users "
-                "personalise the model on what is not held out"
+                "held_out of federated_evaluation is 0; it must be positive, since users "
+                "personalise the model on the other examples"
             )
 
     def survey(self, number: int, model: Parameters) -> Survey:
@@ -203,30 +203,30 @@ class UserEvaluation:
 
         def personal(fields: Fields) -> tuple[Tensors, Fields]:
             offsets = offsets_of([len(fields[self.task.targets])])
-            one = UserStore({name: fields[name] for name in self.task.fields}, offsets)
-            training, held_out = kept_apart(one, self.asked.held_out)
+            user = UserStore({name: fields[name] for name in self.task.fields}, offsets)
+            training, held_out = kept_apart(user, self.asked.held_out)
             ((_, tensors),) = tuning.models(model, training)
             return tensors, held_out.fields
 
         return personal
 
     def events(self, rounds: int) -> RoundEvent:
-        """Return the event that all queries of a run of this many rounds are charged as."""
+        """Return the event that is charged for all queries of a run of this many rounds."""
         event, every = self.survey(1, self._initial).event, self.asked.every
         return replace(event, count=1 if every is None else -(-rounds // every))
 
     def check(self, rows: Fields) -> None:
         """Raise ModelError unless metrics of two public rows exist and depend on these rows alone.
 
-        They must be the same after users with extreme numbers were asked.
+        They must be the same after users with extreme numbers were measured.
         """
-        two = {name: rows[name][:2] for name in self.task.fields}
+        public = {name: rows[name][:2] for name in self.task.fields}
         indices = Indices(self.task, self.users)
-        whole = [n for n, column in two.items() if column.dtype.kind in "biu"]
+        discrete = [n for n, column in public.items() if column.dtype.kind in "biu"]
         for question in questions_about(self.task, self._initial, self.metrics):
-            of, name = cast(QuantityFunction, question.of), question.metric.name
+            measure, name = cast(QuantityFunction, question.of), question.metric.name
             try:
-                before = of(two)
+                first = measure(public)
             except FedprivError:
                 raise
             except Exception as error:
@@ -234,15 +234,15 @@ class UserEvaluation:
                     f"metric {name!r} of federated_evaluation cannot be computed: {error}"
                 ) from error
             # The search, too, shows the model other data.
-            largest = {n: indices.largest(n, _LARGE) for n in whole}
+            limits = {n: indices.largest(n, _LARGE) for n in discrete}
             for number in _EXTREMES:
                 with suppress(Exception), np.errstate(over="ignore"):  # a model may refuse them
-                    of({n: np.full_like(c, largest.get(n, number)) for n, c in two.items()})
-            if not np.array_equal(np.asarray(of(two)), np.asarray(before), equal_nan=True):
+                    measure({n: np.full_like(c, limits.get(n, number)) for n, c in public.items()})
+            if not np.array_equal(np.asarray(measure(public)), np.asarray(first), equal_nan=True):
                 raise ModelError(
-                    f"metric {name!r} of federated_evaluation gives the same user something else "
-                    "after others; what it gives must depend on the user's examples and on "
-                    "torch's generators alone, which are seeded for each user"
+                    f"metric {name!r} of federated_evaluation gives the same user another value "
+                    "after others; it must depend only on the user's examples and on torch's "
+                    "generators, which are seeded for each user"
                 )
 
     @property
@@ -250,7 +250,7 @@ class UserEvaluation:
         return self.task.parameters() | self.task.statistics()
 
     def due(self, number: int, *, last: bool) -> bool:
-        """Return whether users are asked after a round."""
+        """Return whether to query users after a round."""
         return last or (self.asked.every is not None and number % self.asked.every == 0)
 
     def added(
@@ -258,7 +258,7 @@ class UserEvaluation:
     ) -> RoundResult:
         """Return the result of a round with the metrics that users report after it.
 
-        Guarantees: those of `ask`. If the query would pass the budget, no user is asked, and the
+        Guarantees: those of `ask`. If the query would exceed the budget, no user is asked, and the
         result is returned unchanged.
         """
         survey = self.survey(result.round, model)

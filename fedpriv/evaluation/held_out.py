@@ -59,11 +59,11 @@ def evaluate(
 ) -> Evaluation:
     """Return loss, accuracy and the task's figures of a model in evaluation mode.
 
-    They are of all held-out rows, or of the rows that `personal` gives: positions [k] and the
-    tensors of their user, which replace those of the model. Random numbers that a model draws in
-    evaluation are the same each time. `classes` are names of the targets by number, "" if unknown.
+    They cover all held-out rows, or the rows in `personal`: positions [k] and the tensors of their
+    user, which replace those of the model. Random numbers that a model draws in evaluation are the
+    same each time. `classes` are names of the targets by number, "" if unknown.
     """
-    task = task.apart()  # what the model keeps of the rows does not outlive their evaluation
+    task = task.apart()  # so that the model keeps no data of the rows
     task.model.eval()
     tensors = {name: tensor.clone() for name, tensor in task.constants(device).items()}
     tensors |= {name: torch.tensor(p, device=device) for name, p in parameters.items()}
@@ -80,8 +80,8 @@ def evaluate(
             columns = {n: torch.tensor(rows[n][piece], device=device) for n in task.fields}
             x, y = task.given(columns)
             replacements = {n: torch.tensor(t, device=device) for n, t in personal_tensors.items()}
-            seen = task.seen(called(task.model, tensors | replacements, x), y)
-            figures.add(seen, torch.from_numpy(piece))
+            view = task.seen(called(task.model, tensors | replacements, x), y)
+            figures.add(view, torch.from_numpy(piece))
     return figures.evaluation()
 
 
@@ -94,15 +94,15 @@ def check_held_out(task: Task, rows: HeldOut, device: torch.device) -> float:
     for name in task.by:
         if name not in rows:
             raise InvalidValueError(
-                f"figures are asked for by {name!r}, which the held-out rows do not have; "
+                f"figures are to be grouped by {name!r}, which the held-out rows do not have; "
                 f"{known_names(name, rows)}"
             )
-        several, values = rows[name].ndim > 1, len(np.unique(rows[name]))
-        if several or values > _MOST_GROUPS:
-            size = f"values {list(rows[name].shape[1:])} in each" if several else f"{values} values"
+        is_array, values = rows[name].ndim > 1, len(np.unique(rows[name]))
+        if is_array or values > _MOST_GROUPS:
+            size = f"arrays {list(rows[name].shape[1:])}" if is_array else f"{values} values"
             raise InvalidValueError(
-                f"figures are asked for by {name!r}, which has {size} in the held-out rows; it "
-                f"must have one in each row, and {_MOST_GROUPS} different ones at most"
+                f"figures are to be grouped by {name!r}, which has {size} in the held-out rows; it "
+                f"must have one value in each row, and at most {_MOST_GROUPS} different values"
             )
     try:
         initial = evaluate(task, rows, device, task.parameters() | task.statistics())
@@ -127,7 +127,7 @@ def check_held_out(task: Task, rows: HeldOut, device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class _Partition:
-    """The parts of held-out rows with the same value of a field."""
+    """A partition of held-out rows by the values of a field."""
 
     labels: npt.NDArray[np.generic]  # [P] value of the field in each part
     part_of: Tensor  # [n] number of the part of each row
@@ -136,7 +136,7 @@ class _Partition:
 class _Figures:
     """Computes figures of rows that arrive piece by piece: of all rows, and of each part of them.
 
-    A figure that raises is recorded as failed, so that the run keeps its model and other figures.
+    A figure that raises is recorded as failed, so the run keeps its model and other figures.
     """
 
     def __init__(
@@ -153,14 +153,14 @@ class _Figures:
         self._sums: dict[str, dict[str, Tensor]] = {n: {} for n in partitions}  # [P, k] of parts
         self._collected, self._failed = list[Collected](), dict[str, str]()
 
-    def add(self, seen: Seen, rows: Tensor) -> None:
+    def add(self, view: Seen, rows: Tensor) -> None:
         """Add rows [n] with these numbers."""
-        if not are_classes(seen):
+        if not are_classes(view):
             self._summed.pop("accuracy", None)
             self._totals.pop("accuracy", None)
         for name in [name for name in self._summed if name not in self._failed]:
             try:
-                terms = self._summed[name].of_rows(seen)
+                terms = self._summed[name].of_rows(view)
             except Exception as error:
                 self._failed[name] = str(error)
                 continue
@@ -170,7 +170,7 @@ class _Figures:
                 sums = self._sums[field].setdefault(name, zeros)
                 sums.index_add_(0, part.part_of[rows].to(terms.device), terms)
         if self._functions:
-            self._collected.append(Collected.of(seen, rows))
+            self._collected.append(Collected.of(view, rows))
 
     def evaluation(self) -> Evaluation:
         """Return figures of all rows, of groups of rows, and their spread over users."""
@@ -190,14 +190,14 @@ class _Figures:
                 continue
             whole |= {f"{name}: {key}" if key else name: value for key, value in values.items()}
             for field, part in self._partitions.items() if "" in values else ():
-                in_parts = replace(rows, owners=part.part_of[rows.owners])
-                parts[field][name] = in_parts.by_user(function, len(part.labels))
+                grouped = replace(rows, owners=part.part_of[rows.owners])
+                parts[field][name] = grouped.by_user(function, len(part.labels))
         failed = dict.fromkeys(self._failed, math.nan)
         figures = {name: value for name, value in {**whole, **failed}.items() if name not in ALWAYS}
-        of_users = parts.pop(HELD_OUT_USER, {})
-        for field, of_groups in parts.items():
-            figures |= _by_group(field, self._partitions[field].labels, of_groups)
-        spreads = {name: spread_over_users(values) for name, values in of_users.items()}
+        user_figures = parts.pop(HELD_OUT_USER, {})
+        for field, group_figures in parts.items():
+            figures |= _by_group(field, self._partitions[field].labels, group_figures)
+        spreads = {name: spread_over_users(values) for name, values in user_figures.items()}
         accuracy = whole.get("accuracy")
         return Evaluation(whole["loss"], accuracy, figures, spreads, self._failed)
 
@@ -206,12 +206,12 @@ def _by_group(
     field: str, labels: npt.NDArray[np.generic], values: Mapping[str, npt.NDArray[np.float64]]
 ) -> Iterator[tuple[str, float]]:
     """Yield finite figures of groups of rows, and their largest difference, by name."""
-    for name, of_groups in values.items():
-        finite = np.isfinite(of_groups)
-        for label, value in zip(labels[finite], of_groups[finite].tolist(), strict=True):
+    for name, numbers in values.items():
+        finite = np.isfinite(numbers)
+        for label, value in zip(labels[finite], numbers[finite].tolist(), strict=True):
             yield f"{name} by {field}: {label}", value
         if finite.sum() > 1:
-            yield f"{name} by {field}: gap", float(np.ptp(of_groups[finite]))
+            yield f"{name} by {field}: gap", float(np.ptp(numbers[finite]))
 
 
 def _pieces(

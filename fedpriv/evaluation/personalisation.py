@@ -1,9 +1,9 @@
 """Personal models: a user trains a released model on its own examples and keeps the result.
 
 Privacy: such a model is a function of the release and of its own user's examples. As long as it
-stays with that user, others see nothing but the release (joint differential privacy by the
-billboard lemma of Hsu et al. 2014). Publishing the model or its scores would reveal more. So it is
-evaluated on held-out users, who belong to no enrolled population, or by `FederatedEvaluation`.
+stays with that user, others see only the release (joint differential privacy by the billboard lemma
+of Hsu et al. 2014). Publishing the model or its scores would reveal more. So it is evaluated on
+held-out users, who are not enrolled, or by `FederatedEvaluation`.
 """
 
 import copy
@@ -47,7 +47,7 @@ class Personalisation:
     # Names or patterns of the parameters that users train; others stay as released. An empty tuple
     # stands for the task's personal parameters, or for all if it has none.
     parameters: tuple[str, ...] = ()
-    share: float = 0.5  # in (0, 1), of a held-out user's rows: to train on; others measure
+    share: float = 0.5  # of a held-out user's rows to train on, in (0, 1); the rest measure
 
     def __post_init__(self) -> None:
         hold_numbers(self)
@@ -61,10 +61,9 @@ class Personalisation:
     def models(self, task: Task, model: Tensors, users: UserStore) -> dict[str, Tensors]:
         """Return the tensors that users train, by user id and name.
 
-        `model` is the release, such as `Run.state.model`. A user without examples, or whose
-        training raises an error, gets its tensors unchanged. The tensors of a user depend on the
-        model and on that user's examples alone; they have no noise, so publishing them reveals
-        data of the user.
+        `model` is the release, such as `Run.state.model`. Users without examples, or whose training
+        raises an error, get its tensors unchanged. A user's tensors depend only on the model and on
+        that user's examples; they have no noise, so publishing them reveals data of the user.
         """
         tuning = FineTuning(self, task, users, torch.device("cpu"), forgiving=True)
         models = sorted(tuning.models(model, users), key=itemgetter(0))
@@ -76,7 +75,7 @@ class FineTuning:
 
     def __init__(
         self,
-        how: Personalisation,
+        spec: Personalisation,
         task: Task,
         users: UserStore,
         device: torch.device,
@@ -88,12 +87,12 @@ class FineTuning:
         If `forgiving`, a user whose training raises an error keeps the model unchanged.
         """
         trainable = task.trainable()
-        patterns = how.parameters or task.personal or trainable
+        patterns = spec.parameters or task.personal or trainable
         personal = matching(patterns, trainable, "trainable parameter")
-        trained = copy.deepcopy(task.model)
-        for name, parameter in trained.named_parameters():
+        model = copy.deepcopy(task.model)
+        for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in personal)
-        self._task = replace(task, model=trained, personal=(), metrics={}, figures={})
+        self._task = replace(task, model=model, personal=(), metrics={}, figures={})
         self._personal, self._device = personal, device
         self._forgiving = forgiving
         self._constants = task.constants(device)
@@ -102,8 +101,8 @@ class FineTuning:
         layout = Layout.of(parameters)
         clipping = Clipping(layout, flat(layout, 1.0))  # unused
         nobody = np.empty(0, np.int64)
-        self._request = RoundRequest("", 1, 0, parameters, clipping, how.local, nobody, bytes(32))
-        with plain_arithmetic(device):  # not timed, so that a repetition gives the same models
+        self._request = RoundRequest("", 1, 0, parameters, clipping, spec.local, nobody, bytes(32))
+        with plain_arithmetic(device):  # not timed, so that repetitions give the same models
             limits = max(1, users.population), None
             self._road = road_of(self._trainer, self._request, "auto", *limits, timed=False)
 
@@ -124,7 +123,7 @@ class FineTuning:
         """Yield the users of a chunk and their tensors; if forgiving, bisect a chunk that fails."""
         initial = start.parameters
         try:
-            moved = self._trainer.sent(self._request, start, chunk, users)
+            updates = self._trainer.sent(self._request, start, chunk, users)
         except Exception as error:
             if not self._forgiving:
                 raise
@@ -134,9 +133,9 @@ class FineTuning:
                 return
             # The message of the error may hold the user's data.
             _log.warning("a user keeps the model: training raised %s", type(error).__name__)
-            moved = {name: torch.zeros_like(initial[name])[None] for name in self._personal}
+            updates = {name: torch.zeros_like(initial[name])[None] for name in self._personal}
         for lane, user in enumerate(chunk.users.tolist()):
-            tensors = {n: initial[n] + moved[n][lane : lane + 1][0] for n in self._personal}
+            tensors = {n: initial[n] + updates[n][lane : lane + 1][0] for n in self._personal}
             yield user, {name: t.cpu().numpy() for name, t in tensors.items()}
 
 
@@ -144,7 +143,7 @@ class HeldOutUsers:
     """Held-out users, who personalise models on part of their rows and measure them on the rest."""
 
     def __init__(
-        self, how: Personalisation, task: Task, rows: HeldOut, device: torch.device
+        self, settings: Personalisation, task: Task, rows: HeldOut, device: torch.device
     ) -> None:
         """Split the rows [n] of each user, and try the initial model.
 
@@ -158,7 +157,7 @@ class HeldOutUsers:
         ids, owners = np.unique(rows[HELD_OUT_USER], return_inverse=True)
         order = np.argsort(owners, kind="stable")
         sizes = np.bincount(owners, minlength=len(ids))
-        in_training = spread_over(offsets_of(sizes), how.share)
+        in_training = spread_over(offsets_of(sizes), settings.share)
         training, measuring = order[in_training], order[~in_training]
         fields = {name: rows[name][training] for name in task.fields}
         counts = np.bincount(owners[training], minlength=len(ids))
@@ -166,7 +165,7 @@ class HeldOutUsers:
         # The rows to measure on, at least one of each user, and their positions by user.
         self.rows: HeldOut = {name: column[measuring] for name, column in rows.items()}
         self._of_users = np.split(np.arange(len(measuring)), np.cumsum(sizes - counts)[:-1])
-        self._tuning = FineTuning(how, task, self.users, device)
+        self._tuning = FineTuning(settings, task, self.users, device)
         try:  # before anything is spent
             loss = self.evaluate(task.parameters() | task.statistics()).loss
         except Exception as error:
@@ -179,7 +178,7 @@ class HeldOutUsers:
             )
 
     def evaluate(self, model: Tensors, classes: Sequence[str] = ()) -> Evaluation:
-        """Return figures of personal models on their users' rows, of all rows and by user.
+        """Return figures of personal models on their users' rows, for all rows and by user.
 
         `classes` are as for `evaluate`.
         """

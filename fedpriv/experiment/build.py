@@ -70,8 +70,8 @@ class Method:
     mechanism: Mechanism
     local: LocalTraining
     server: ServerOptimizer
-    personalisation: Personalisation | None = None  # which no arm varies
-    origin: str = ""  # what decides its result besides the plan; by default digests of the task
+    personalisation: Personalisation | None = None  # the same for all arms
+    origin: str = ""  # determines its result besides the plan; by default digests of the task
 
 
 @dataclass(frozen=True)
@@ -79,33 +79,33 @@ class Experiment:
     """All parts of a run, resolved and checked."""
 
     config: Config  # with run and noise multiplier filled in
-    held_out: HeldOut  # rows of no enrolled user, to measure the model on
+    held_out: HeldOut  # rows of users who are not enrolled, to measure the model on
     task: Task
     plan: TrainingPlan
-    budget: PrivacyBudget  # what all runs of the ledger may spend together
+    budget: PrivacyBudget  # shared by all runs of the ledger
     entropy: Entropy  # of cohorts and noise
     device: torch.device
-    enrolled: str = ""  # `digest_of_users` of all that may be drawn
-    classes: tuple[str, ...] = ()  # public names of the classes, "" where one has none
-    initial_loss: float | None = None  # on held-out rows, if there are any
-    evaluation: UserEvaluation | None = None  # what users are asked of released models
-    personalised: HeldOutUsers | None = None  # who make released models their own
-    trackers: Mapping[str, Tracker] = field(default_factory=dict)  # told from the start to the end
-    # What is noticed while it is built and while it runs, in a sentence each, with the cure.
+    enrolled: str = ""  # `digest_of_users` of all users who may be drawn
+    classes: tuple[str, ...] = ()  # public names of the classes, "" for classes without a name
+    initial_loss: float | None = None  # on held-out rows, if any
+    evaluation: UserEvaluation | None = None  # queries to users about released models
+    personalised: HeldOutUsers | None = None  # users who personalise released models
+    trackers: Mapping[str, Tracker] = field(default_factory=dict)  # follow it from start to end
+    # Problems found while it is built and while it runs, one sentence each, with a cure.
     notes: list[str] = field(default_factory=list)
 
     def naming(self, classes: tuple[str, ...]) -> "Experiment":
-        """Return the experiment with the names of a population's classes, if it has any.
+        """Return the experiment with the names of a population's classes, if any.
 
         InvalidValueError: the configuration has others.
         """
-        given = self.config.evaluation.classes
-        if given and classes and given != classes:
+        names = self.config.evaluation.classes
+        if names and classes and names != classes:
             raise InvalidValueError(
-                f"evaluation.classes is {list(given)}, and those of the data are {list(classes)}; "
+                f"evaluation.classes is {list(names)}, and those of the data are {list(classes)}; "
                 "leave it out"
             )
-        return replace(self, classes=given or classes)
+        return replace(self, classes=names or classes)
 
     @property
     def initial_state(self) -> ServerState:
@@ -116,7 +116,7 @@ class Experiment:
 def simulated(
     config: Config, run: str, spent: Sequence[RoundEvent] = ()
 ) -> tuple[Experiment, InProcessTransport]:
-    """Return the experiment on the configured population, and a transport that trains it here."""
+    """Return the experiment on the configured population, and a transport on this machine."""
     return on_population(config, run, population_of(config), spent)
 
 
@@ -134,7 +134,7 @@ def population_of(config: Config) -> Population:
 
 
 SharedRoads = dict[str | int, tuple[Task, dict[Hashable, Road]]]
-"""Decisions of runs on one population how users train, by model; a seed makes another model."""
+"""Decisions how users of one population train, by model; another seed makes another model."""
 
 
 def on_population(
@@ -145,40 +145,40 @@ def on_population(
     method: Method | None = None,
     roads: SharedRoads | None = None,
 ) -> tuple[Experiment, InProcessTransport]:
-    """As `simulated`, for a loaded population, and perhaps a method that is given.
+    """Return the same as `simulated`, for a loaded population, and perhaps another method.
 
-    If examples or microbatches are the unit of privacy, each is enrolled by itself. If users
+    If examples or microbatches are the unit of privacy, each is enrolled separately. If users
     evaluate the model, part of their examples is kept from training, and the charges for that count
-    as spent. Runs that share `roads` try the shapes of one model once.
+    as spent. Runs that share `roads` try the shapes of a model only once.
     """
     model = config.model.model_dump_json() if method is None else id(method.task)
     method = _projected(method or method_of(config), config)
-    # A task that is kept keeps its id.
-    _, own_roads = ({} if roads is None else roads).setdefault(model, (method.task, {}))
-    mechanism, before = method.mechanism, spent
+    # The task is stored so that no other object gets its id.
+    _, model_roads = ({} if roads is None else roads).setdefault(model, (method.task, {}))
+    mechanism, earlier = method.mechanism, spent
     population.users.refuse_broken()
     population = population_for(method.task, records_of(population, mechanism))
     evaluation, population = _evaluation(config, run, population, method)
     if evaluation is not None:
-        spent = [*before, evaluation.events(config.rounds)]
+        spent = [*earlier, evaluation.events(config.rounds)]
     _check_succession(population, config.privacy.ledger)
     engine, name, users = config.engine, population.ledger_name, population.users.population
-    few = few_rows(population)
-    experiment = build(config, run, name, users, population.test, method, spent, few)
+    rows = few_rows(population)
+    experiment = build(config, run, name, users, population.test, method, spent, rows)
     if evaluation is not None:
-        # A run that is resumed keeps the same examples from training.
-        kept = f"{experiment.plan.description} held_out={evaluation.asked.held_out}"
-        plan = replace(experiment.plan, description=kept)
+        # A resumed run must keep the same examples from training.
+        description = f"{experiment.plan.description} held_out={evaluation.asked.held_out}"
+        plan = replace(experiment.plan, description=description)
         experiment = replace(experiment, plan=plan, evaluation=evaluation)
-        check_budget(experiment, [*before, evaluation.events(1)])
+        check_budget(experiment, [*earlier, evaluation.events(1)])
     enrolled = digest_of_users(population.users.user_ids)
     classes = population.public_classes if method.task.targets == "y" else ()
     experiment = replace(experiment, enrolled=enrolled).naming(classes)
     experiment.notes.extend(_notes_on(population))
-    drawn, store = experiment.plan.sampling.event(), population.users
-    if (k := drawn.examples_per_user) is not None:
+    event, store = experiment.plan.sampling.event(), population.users
+    if (k := event.examples_per_user) is not None:
         store = in_places(store, k)
-    places = store.population // users  # of each user
+    places = store.population // users  # per user
     return experiment, InProcessTransport(
         experiment.task,
         store,
@@ -187,10 +187,10 @@ def on_population(
         on_dropped=_naming_the_first(population, mechanism.unit, places, experiment.notes),
         **engine.model_dump(include={"activations", "processes", "path"}),
         timed=config.seed is None,
-        # A number of users that few cohorts exceed.
-        cohort=math.ceil(drawn.expected_cohort_size + math.sqrt(drawn.cohort_variance)),
+        # Few cohorts have more users.
+        cohort=math.ceil(event.expected_cohort_size + math.sqrt(event.cohort_variance)),
         most_rows=1 if k is not None or mechanism.unit is Unit.EXAMPLE else mechanism.microbatch,
-        roads=own_roads,
+        roads=model_roads,
     )
 
 
@@ -198,24 +198,24 @@ def _notes_on(population: Population) -> Iterator[str]:
     if copies := population.copies:
         yield (
             f"{SIMULATION_ONLY}: {copies} held-out rows are also rows of users, so figures flatter "
-            "the model, and users' rows are taken to be public: hold out rows of other people"
+            "the model, and users' rows are treated as public: hold out rows of other people"
         )
     if population.classes and not population.classes_given:
         yield (
-            "classes are numbered by the labels of all users, so that one user with another label "
-            "would number them anew, which ε does not cover: give classes=[...], a public list"
+            "classes are numbered by the labels of all users, so one user with another label would "
+            "change the numbers, which ε does not cover: give classes=[...], a public list"
         )
 
 
 def _projected(method: Method, config: Config) -> Method:
-    """Return the method for the larger population that the users stand for, if any."""
+    """Return the method for the larger population that the users represent, if any."""
     if (larger := config.population.as_if) is None:
         return method
     for name in ("audit", "federated_evaluation"):
         if getattr(config, name) is not None:
             raise InvalidValueError(
-                f"as_if is {larger} and {name} is given; it must be absent, since it would ask "
-                "users who are not there"
+                f"as_if is {larger} and {name} is given; it must be absent, since it would need "
+                "the users of the larger population"
             )
     if not isinstance(policy := method.mechanism.sampling, Poisson):
         kind = type(policy).__name__
@@ -225,7 +225,7 @@ def _projected(method: Method, config: Config) -> Method:
 
 
 def settled(experiment: Experiment, transport: InProcessTransport) -> tuple[Experiment, Road]:
-    """Return the experiment with the path of its users, for the files of the run, and the reason.
+    """Return the experiment with its users' path, for the files of the run, and their road.
 
     ModelError or InvalidValueError if they cannot train.
     """
@@ -240,15 +240,15 @@ def settled(experiment: Experiment, transport: InProcessTransport) -> tuple[Expe
 def refuse_if_few_count(experiment: Experiment, transport: InProcessTransport) -> None:
     """Refuse a simulation in which most users would count as zero; a DataError names a reason.
 
-    A few users train for one pass without a charge, so whether a *simulation* takes place depends
-    on users' data. Deployments never do this.
+    A few users train for one pass without a charge, so users' data decide whether a *simulation*
+    takes place. Deployments never do this.
     """
     plan, at = experiment.plan, RoundAttempt(experiment.plan.run, 1, 0)
     request = request_to_nobody(plan, experiment.initial_state, at)
-    own = plan.sampling.drawn is plan.sampling.unit  # no user has several places, some empty
+    whole = plan.sampling.drawn is plan.sampling.unit  # not places of a user, some of them empty
     cure = "nothing is charged: repair data or settings, or give --keep-going, or keep_going=True"
     empty, everyone = int((transport.users.sizes == 0).sum()), transport.users.population
-    if own and 2 * empty > everyone:
+    if whole and 2 * empty > everyone:
         raise DataError(f"{SIMULATION_ONLY}: {empty} of {everyone} users have no rows; {cure}")
     if request.local.epochs:
         request = replace(request, local=replace(request.local, epochs=1))
@@ -256,7 +256,7 @@ def refuse_if_few_count(experiment: Experiment, transport: InProcessTransport) -
     zeros = [flaw for flaw in flaws if flaw]
     if 2 * len(zeros) > len(flaws):
         user, why = transport.users.id_of(zeros[0].user), one_line(zeros[0].reason).rstrip(".")
-        name = f"{plan.sampling.unit} {user}" if own else f"an example of a {plan.sampling.unit}"
+        name = f"{plan.sampling.unit} {user}" if whole else f"an example of a {plan.sampling.unit}"
         raise DataError(
             f"{SIMULATION_ONLY}: {len(zeros)} of the {len(flaws)} that were tried before the first "
             f"round count as zero, such as {name}, as {why}; {cure}"
@@ -266,21 +266,21 @@ def refuse_if_few_count(experiment: Experiment, transport: InProcessTransport) -
 def _evaluation(
     config: Config, run: str, population: Population, method: Method
 ) -> tuple[UserEvaluation | None, Population]:
-    """Return how users evaluate models, if they do, and the population with training data alone."""
+    """Return how users evaluate models, if they do, and the population with only training data."""
     if (section := config.federated_evaluation) is None:
         return None, population
     asked, task = FederatedEvaluation(**section.model_dump()), method.task
-    metrics = tuple(_metric(*named, task, None) for named in asked.report.items())
-    trained, kept = kept_apart(population.users, asked.held_out)
-    how, name = method.personalisation, evaluation_run(config.run or run)
-    users = population.users if how else kept
-    evaluation = UserEvaluation(asked, name, users, task, metrics, how)
+    metrics = tuple(_metric(*item, task, None) for item in asked.report.items())
+    training, held_out = kept_apart(population.users, asked.held_out)
+    personalisation, name = method.personalisation, evaluation_run(config.run or run)
+    users = population.users if personalisation else held_out
+    evaluation = UserEvaluation(asked, name, users, task, metrics, personalisation)
     evaluation.check(few_rows(population))
-    return evaluation, replace(population, users=trained)
+    return evaluation, replace(population, users=training)
 
 
 def _check_succession(population: Population, ledger: str | None) -> None:
-    """Refuse a population that succeeds another without a ledger to go on with."""
+    """Refuse a population that succeeds another without a ledger to continue."""
     if population.succeeds and not Path(ledger or "?").is_file():
         raise InvalidValueError(
             f"the population succeeds {population.succeeds!r} and privacy.ledger is {ledger}; it "
@@ -289,7 +289,7 @@ def _check_succession(population: Population, ledger: str | None) -> None:
 
 
 def few_rows(population: Population) -> Fields:
-    """Return rows to try a task on, held-out ones or one of zeros; never an enrolled user's."""
+    """Return rows to try a task on: held-out rows or one of zeros, never an enrolled user's."""
     return {n: column[:4] for n, column in population.test.items()} or blank(population.users)
 
 
@@ -300,12 +300,12 @@ def _naming_the_first(
 
     If users have several places, the record is an example of a user.
     """
-    named = list[SimulationOnlyDropped]()
+    reported = list[SimulationOnlyDropped]()
     what = str(unit) if places == 1 else f"an example of {unit}"
 
     def warn(dropped: SimulationOnlyDropped) -> None:
-        if not named:
-            named.append(dropped)
+        if not reported:
+            reported.append(dropped)
             user = population.users.id_of(dropped.user // places)
             notes.append(
                 f"{SIMULATION_ONLY}: {what} {user} counts as zero: "
@@ -338,13 +338,13 @@ def build(
     spent: Sequence[RoundEvent] = (),
     few: Fields | None = None,
 ) -> Experiment:
-    """Calibrate the noise if asked to, and check that all parts of a run fit together.
+    """Calibrate the noise if it is not set, and check that all parts of a run fit together.
 
-    Beside the method, the configuration decides rounds, seed, engine, output and trackers only.
-    `population` and, if the configuration has none, `run` are the names in the ledger, and `users`
-    are N. The task is tried on a few rows, by default held-out ones; without any, nodes alone check
-    it, and there may be no metrics. A mechanism without noise is calibrated so that all rounds stay
-    within its budget beside what was `spent`.
+    Besides the method, the configuration only decides rounds, seed, engine, output and trackers.
+    `population` and, if the configuration has none, `run` are the names in the ledger; `users` is
+    N. The task is tried on a few rows, by default held-out ones; without any, only nodes check it,
+    and metrics are not allowed. Calibration keeps all rounds, together with those in `spent`,
+    within the budget.
     """
     held_out = rows_for(method.task, held_out)
     _check_personal(method)
@@ -387,9 +387,9 @@ def build(
 def _trackers(config: Config) -> dict[str, Tracker]:
     followers = dict[str, Tracker]()
     for path in config.trackers:
-        own = ":" in path and import_function(f"trackers {path!r}", path, InvalidValueError)
-        if own and not isinstance(own, type):
-            followers[path] = Callback(cast(OnRound, own))
+        value = ":" in path and import_function(f"trackers {path!r}", path, InvalidValueError)
+        if value and not isinstance(value, type):
+            followers[path] = Callback(cast(OnRound, value))
         else:
             followers[path] = _TRACKER.build(path, {}, {})
     return followers
@@ -400,27 +400,27 @@ def _measured_by(
 ) -> tuple[HeldOutUsers | None, HeldOut, float | None]:
     """Return the users who personalise models, if any, the rows to measure, and the initial loss.
 
-    Problems that are likely to cost accuracy are added to the notes.
+    Notes get the problems that are likely to cost accuracy.
     """
     if not few and method.mechanism.metrics:
         raise InvalidValueError(
-            "metrics.report asks for metrics; they are checked on held-out rows, so that "
+            "metrics.report asks for metrics; they are checked on held-out rows, so "
             "federation.held_out or data must be given"
         )
     if few:
         if held_out:
             check_targets(method.task, held_out)
         check_task(method.task, few, apart=method.mechanism.unit is not Unit.USER)
-    how, personalised = method.personalisation, None
-    if how is not None:
-        personalised = HeldOutUsers(how, method.task, held_out, device)
+    personalisation, personalised = method.personalisation, None
+    if personalisation is not None:
+        personalised = HeldOutUsers(personalisation, method.task, held_out, device)
         held_out = personalised.rows
     loss = check_held_out(method.task, held_out, device) if held_out else None
     y = held_out.get(method.task.targets, np.empty(0))
     if y.dtype.kind in "biu" and y.ndim == 1 and len(y) > 1 and (y == y[0]).all():
         notes.append(
-            f"all {len(y)} held-out targets are {y[0]}, so that figures say little: hold out rows "
-            "of all classes, as a file may be sorted by class"
+            f"all {len(y)} held-out targets are {y[0]}, so figures say little: hold out rows of "
+            "all classes (a file may be sorted by class)"
         )
     if few:
         clipping = method.mechanism.clipping.grouping(
@@ -438,7 +438,7 @@ def _plan(config: Config, run: str, population: str, users: int, method: Method)
     grouping = mechanism.clipping.grouping(layout, mechanism.allocation)
     sampling = _audited(config, mechanism, mechanism.sampling.of(users, mechanism.unit))
     statistics = _statistics(mechanism, method.task)
-    metrics = tuple(_metric(*named, method.task, statistics) for named in mechanism.metrics.items())
+    metrics = tuple(_metric(*item, method.task, statistics) for item in mechanism.metrics.items())
     return TrainingPlan(
         run=config.run or run,
         population=population,
@@ -464,7 +464,7 @@ def _plan(config: Config, run: str, population: str, users: int, method: Method)
 
 
 def _check_described(plan: TrainingPlan) -> None:
-    """Refuse a plan that cannot be written down, or whose requests cannot be told apart."""
+    """Refuse a plan that cannot be serialised, or whose requests cannot be distinguished."""
     _ = plan.digest
     try:
         hash(plan.local)
@@ -474,7 +474,7 @@ def _check_described(plan: TrainingPlan) -> None:
 
 
 def _audited(config: Config, mechanism: Mechanism, sampling: Sampling) -> Sampling:
-    """Return the sampling of cohorts, which draws canaries too if there is an audit."""
+    """Return the sampling of cohorts, which also draws canaries if there is an audit."""
     if config.audit is None:
         return sampling
     audit = Audit(config.audit.canaries)
@@ -482,11 +482,11 @@ def _audited(config: Config, mechanism: Mechanism, sampling: Sampling) -> Sampli
     if mechanism.averaging.floor is not None:
         raise InvalidValueError(
             f"audit is given and averaging.floor is {mechanism.averaging.floor}; it must be "
-            "absent, since averages would be over the canaries too"
+            "absent, since averages would include the canaries"
         )
     if mechanism.noise_multiplier == 0.0:
         raise InvalidValueError(
-            "audit is given and there is no noise, so that no claim is made that it could refute"
+            "audit is given and there is no noise, so there is no claim that it could refute"
         )
     return CanarySampling(sampling, audit.canaries)
 
@@ -504,7 +504,7 @@ def _check_personal(method: Method) -> None:
     if local.control is not None:
         raise InvalidValueError(
             f"the task has personal parameters and local training is {kind}, whose control "
-            "variates are of what all send; it must be another"
+            "variates need updates of all parameters; it must be another"
         )
     for name in method.mechanism.metrics:
         if name in ("loss", "accuracy", *method.task.metrics):
@@ -541,9 +541,9 @@ def check_budget(experiment: Experiment, spent: Sequence[RoundEvent]) -> None:
 
 
 def method_of(config: Config, task: Task | None = None) -> Method:
-    """Return how the model of a configuration is trained, or how a given task is."""
-    asked = config.federated_evaluation.report if config.federated_evaluation else {}
-    metrics, figures = [*config.metrics.report, *asked], config.evaluation.figures
+    """Return the training of a configuration's model, or of a given task."""
+    report = config.federated_evaluation.report if config.federated_evaluation else {}
+    metrics, figures = [*config.metrics.report, *report], config.evaluation.figures
     by, how = config.evaluation.by, None
     if (section := config.personalisation) is not None:
         how = Personalisation(section.local.build(), section.parameters, section.share)
@@ -555,7 +555,7 @@ def method_of(config: Config, task: Task | None = None) -> Method:
 def _calibrated(
     mechanism: Mechanism, rounds: int, users: int, spent: Sequence[RoundEvent]
 ) -> Mechanism:
-    """Return the mechanism with the least noise within the budget, unless its noise is given."""
+    """Return the mechanism with the least noise within the budget, unless its noise is set."""
     epsilon, budget = mechanism.epsilon, mechanism.budget
     if mechanism.noise_multiplier is not None or epsilon is None:
         return mechanism
@@ -570,16 +570,16 @@ def _calibrated(
     )
 
 
-def _metric(name: str, numbers: Numbers, task: Task, moved: RunningStatistics | None) -> Metric:
-    if name == BATCH_NORM_METRIC and moved is not None:
-        numbers = {"channels": sum(moved.channels), **numbers}
+def _metric(name: str, numbers: Numbers, task: Task, norms: RunningStatistics | None) -> Metric:
+    if name == BATCH_NORM_METRIC and norms is not None:
+        numbers = {"channels": sum(norms.channels), **numbers}
     if name in task.metrics and ":" not in name:
         return replace(metric(f"task:{name}", **numbers), name=name)  # a function of the task
     return metric(name, **numbers)
 
 
 def _statistics(mechanism: Mechanism, task: Task) -> RunningStatistics | None:
-    """Return how running statistics move, if the metric that moves them is reported."""
+    """Return how to update running statistics, if the metric for this is reported."""
     layers = running_norms(task.model)
     if BATCH_NORM_METRIC not in mechanism.metrics or not layers:
         return None
@@ -598,15 +598,15 @@ def build_task(
 ) -> Task:
     """Build a task from names, with the same initial and frozen parameters everywhere.
 
-    Metrics that are import paths become its own; `adapters` are options of `with_adapters`, which
-    draws by the same seed, and `others` further fields of `Task`. The model's function may raise an
-    OSError.
+    Metrics that are import paths become the task's own; `adapters` are options of `with_adapters`,
+    which draws from the same seed, and `others` further fields of `Task`. The model's function may
+    raise an OSError.
     """
-    built = build_model(model, options, seed)
+    module = build_model(model, options, seed)
     if adapters:
-        adapt = partial(with_adapters, built, seed=seed)
-        built = call_imported("model.adapters", adapt, adapters, ModelError, raised_with)
-    return Task(built, loss, metrics=own_metrics(metrics), **others)
+        adapt = partial(with_adapters, module, seed=seed)
+        module = call_imported("model.adapters", adapt, adapters, ModelError, raised_with)
+    return Task(module, loss, metrics=own_metrics(metrics), **others)
 
 
 def settings_of(
@@ -619,7 +619,7 @@ def settings_of(
 ) -> Config:
     """Return the configuration of values; `others` are rounds, seed and further sections.
 
-    It has names of a model's layers and of functions, and digests of tensors, but no code.
+    It contains names of layers and functions, and digests of tensors, but no code.
     """
     task, mechanism = method.task, method.mechanism
     if mechanism.noise_multiplier is None:
@@ -631,7 +631,7 @@ def settings_of(
         raise InvalidValueError("rounds is absent; the mechanism was not calibrated for a number")
     if mechanism.delta is None:
         raise InvalidValueError("the mechanism has no delta; it must be in (0, 1)")
-    moved = {**task.parameters(), **task.statistics()}
+    tensors = {**task.parameters(), **task.statistics()}
     how = method.personalisation
     table: dict[str, Any] = {
         "name": name,
@@ -642,7 +642,7 @@ def settings_of(
             "name": path_of(type(task.model)),
             "options": {
                 "origin": hashlib.sha256(_origin(task).encode()).hexdigest(),
-                "parameters": sha256_of({name: torch.tensor(p) for name, p in moved.items()}),
+                "parameters": sha256_of({name: torch.tensor(p) for name, p in tensors.items()}),
                 "figures": sorted((*task.figures, *task.by)),
             },
             "loss": next((n for n, f in LOSSES.items() if f is task.loss), path_of(task.loss)),
@@ -667,8 +667,8 @@ def begun_in_python(config: Config) -> bool:
 
 
 def _origin(task: Task) -> str:
-    """Return what decides the result of a task besides the plan and trained parameters."""
-    moved, constants = task.statistics(), task.constants(torch.device("cpu")).items()
-    frozen = {name: tensor for name, tensor in constants if name not in moved}
-    read = f"{task.inputs} {task.targets} {task.ignore_index} {task.personal}"
-    return f"{task.model} {sha256_of(frozen)} {path_of(task.loss)} {read}"
+    """Return text that determines the result of a task besides plan and trained parameters."""
+    statistics, constants = task.statistics(), task.constants(torch.device("cpu")).items()
+    frozen = {name: tensor for name, tensor in constants if name not in statistics}
+    fields = f"{task.inputs} {task.targets} {task.ignore_index} {task.personal}"
+    return f"{task.model} {sha256_of(frozen)} {path_of(task.loss)} {fields}"

@@ -92,12 +92,12 @@ def with_paths(table: Mapping[str, Any], move: Callable[[str], str]) -> dict[str
 
     Options of populations that are not built in stay unchanged.
     """
-    moved, values = deepcopy(dict(table)), flattened(table)
+    copy, values = deepcopy(dict(table)), flattened(table)
     for key in _PATHS & values.keys():
         population = values.get(f"{key.partition('.options.')[0]}.name")
         if isinstance(path := values[key], str) and ":" not in str(population):
-            put(moved, key.split("."), move(path))
-    return moved
+            put(copy, key.split("."), move(path))
+    return copy
 
 
 def checked(model: type[_Model], table: Mapping[str, object], source: str) -> _Model:
@@ -105,16 +105,16 @@ def checked(model: type[_Model], table: Mapping[str, object], source: str) -> _M
     try:
         return model.model_validate(table)
     except ValidationError as error:
-        # For a number or a literal word, pydantic reports one error for each; name both.
+        # If a number or a literal word is legal, pydantic reports an error for each; name both.
         first, *others = error.errors()
         sentence = _sentence(table, first)
-        literals = (each for each in others if str(each["loc"][-1]).startswith("literal["))
+        literals = (error for error in others if str(error["loc"][-1]).startswith("literal["))
         if (word := next(literals, None)) and word["loc"][:-1] == first["loc"][:-1]:
             sentence += f" or {word['ctx']['expected']}"  # a number or this word
         raise InvalidValueError(f"{source}: {sentence}") from error
 
 
-# Names of TOML for types that pydantic names after Python.
+# TOML's names for types that pydantic names after Python.
 _TYPES = {
     **dict.fromkeys(("model_type", "dict_type", "mapping_type", "dataclass_type"), "a table"),
     **dict.fromkeys(("tuple_type", "list_type"), "a list"),
@@ -144,7 +144,7 @@ def _sentence(table: Any, error: ErrorDetails) -> str:
             return f"key {where} is absent"
         case "value_error":
             return f"{where}: {context['error']}" if where else str(context["error"])
-        case "string_pattern_mismatch":  # of a hash, in a consent, or of a name
+        case "string_pattern_mismatch":  # a hash in a consent, or a name
             limit = "it must be a hash of 64 digits" if "64" in context["pattern"] else _NAMES
         case "greater_than_equal":  # pydantic writes 1e-60 with all of its zeros
             limit = f"it must be greater than or equal to {context['ge']:.15g}"
@@ -214,7 +214,7 @@ class DataSection(PeopleSection):
 
 
 class PopulationSection(Section):
-    """The larger population that simulated users stand for; see `Population.as_if`."""
+    """The larger population that simulated users represent; see `Population.as_if`."""
 
     as_if: Count | None = None
     cohort: Count | None = None
@@ -246,8 +246,8 @@ class ModelSection(Section):
     loss: str = "cross-entropy"
     inputs: str | Annotated[tuple[str, ...], Field(strict=False)] = "x"
     targets: str = "y"
-    ignore_index: int = -100  # targets of this class count nowhere
-    # Patterns of parameter names: parameters that stay with users, are trained, or are not.
+    ignore_index: int = -100  # targets of this class never count
+    # Patterns of names of parameters that stay with users, are trained, or are frozen.
     personal: Annotated[tuple[str, ...], Field(strict=False)] = ()
     trained: Annotated[tuple[str, ...], Field(strict=False)] = ()
     frozen: Annotated[tuple[str, ...], Field(strict=False)] = ()
@@ -256,15 +256,15 @@ class ModelSection(Section):
     @property
     def task(self) -> dict[str, Any]:
         """All fields, under the names of arguments of `fedpriv.experiment.build.build_task`."""
-        named, adapters = dict(self), self.adapters
+        fields, adapters = dict(self), self.adapters
         options = adapters.model_dump(mode="json", exclude_none=True) if adapters else {}
-        return {"model": named.pop("name"), **named, "adapters": options}
+        return {"model": fields.pop("name"), **fields, "adapters": options}
 
 
 class LocalSection(Section):
-    """How each user trains; `options` are the fields that only this algorithm has.
+    """Local training of each user; `options` are fields that only this algorithm has.
 
-    A learning rate may be a table: a schedule, as for the server.
+    A learning rate may be a table that describes a schedule, as for the server.
     """
 
     algorithm: str = "sgd"
@@ -289,8 +289,8 @@ class LocalSection(Section):
 
     @model_validator(mode="after")
     def _must_say_once(self) -> Self:
-        if twice := [key for key in self.options if key in COMMON]:
-            raise ValueError(f"options has {twice[0]!r}; it must be given beside options")
+        if repeated := [key for key in self.options if key in COMMON]:
+            raise ValueError(f"options has {repeated[0]!r}; it must be given next to options")
         return self
 
     def build(self) -> LocalTraining:
@@ -302,14 +302,14 @@ class LocalSection(Section):
 
 
 DEFAULT_LOCAL = LocalSection.model_validate({"batch_size": 32})  # if the section is absent
-# `GRADIENT`, the only local training of examples and microbatches, as a file may spell it out.
+# `GRADIENT`, the only local training of examples and microbatches, as files may spell it out.
 _GRADIENTS = (LocalSection(learning_rate=1.0, steps=1), LocalSection(learning_rate=1.0, epochs=1))
 
 
 class ServerSection(Section):
-    """How the server steps along the released average; `options` are the optimiser's fields.
+    """The server's steps along the released average; `options` are the optimiser's fields.
 
-    A learning rate may be a table: the name of a `schedule`, and its fields.
+    A learning rate may be a table with the name of a `schedule`, and its fields.
     """
 
     optimizer: str = "fedavg"
@@ -325,23 +325,23 @@ def _scheduled(value: object) -> object:
     """Return the schedule that a table describes, or any other value unchanged."""
     if not isinstance(value, Mapping):
         return value
-    given = {key: number for key, number in value.items() if key != "schedule"}
-    return _SCHEDULE.build(str(value.get("schedule", "")), given, {})
+    fields = {key: number for key, number in value.items() if key != "schedule"}
+    return _SCHEDULE.build(str(value.get("schedule", "")), fields, {})
 
 
 class SamplingSection(Section):
-    """How cohorts are drawn: a policy, and its fields except `probability`."""
+    """The sampling of cohorts: a policy, and its fields except `probability`."""
 
     policy: str = "poisson"
     options: Options = {}
 
     def build(self, q: float | None) -> CohortPolicy:
         """Return the policy, with q if it has that field."""
-        given = {} if q is None else {"probability": q}
-        policy = _POLICY.build(self.policy, self.options, given)
-        if (own := getattr(policy, "probability", None)) != q:
-            no_other = f"sampling.options must not give {own} as the probability"
-            cure = f"it must be absent for {self.policy!r}" if own is None else no_other
+        fields = {} if q is None else {"probability": q}
+        policy = _POLICY.build(self.policy, self.options, fields)
+        if (value := getattr(policy, "probability", None)) != q:
+            no_other = f"sampling.options must not give {value} as the probability"
+            cure = f"it must be absent for {self.policy!r}" if value is None else no_other
             raise InvalidValueError(f"privacy.sampling_probability is {q}; {cure}")
         return policy
 
@@ -350,7 +350,7 @@ class PrivacySection(Section):
     """The guarantee, and the mechanism's two numbers.
 
     Without `noise_multiplier`, calibration finds the least noise that keeps all rounds within
-    `epsilon`; with it, training stops before it would exceed `epsilon`.
+    `epsilon`; with it, training stops before exceeding `epsilon`.
     """
 
     sampling_probability: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
@@ -371,7 +371,7 @@ class PrivacySection(Section):
 
 
 class ClippedSection(Section):
-    """How to clip; `parts` and `split` are for per-layer clipping, `scales` for joint clipping."""
+    """Clipping; `parts` and `split` are for the strategy per-layer, and `scales` for joint."""
 
     norm: Annotated[float, Field(gt=0.0)] | None = None
     strategy: str = "flat"
@@ -381,20 +381,20 @@ class ClippedSection(Section):
 
     def policy(self) -> ClippingPolicy:
         """Return the policy of the strategy, with the keys that it has as fields."""
-        given = self.model_dump(include=_CLIPPING_KEYS, exclude_none=True)
-        return _STRATEGY.build(self.strategy, {}, given)
+        fields = self.model_dump(include=_CLIPPING_KEYS, exclude_none=True)
+        return _STRATEGY.build(self.strategy, {}, fields)
 
 
 _CLIPPING_KEYS = ClippedSection.model_fields.keys() - {"strategy"}
 
 
 class GroupSection(ClippedSection):
-    """Tensors that are clipped together: their first match is one of this group's patterns."""
+    """Tensors that are clipped together: the first pattern that they match is in this group."""
 
     name: Name
     tensors: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]  # globs, as "*.bias"
     norm: Positive
-    share: Positive | None = None  # weight in the update's privacy; all groups have one, or none
+    share: Positive | None = None  # weight in the update's privacy; for all groups, or none
 
 
 class AdaptiveSection(Section):
@@ -406,14 +406,14 @@ class AdaptiveSection(Section):
 
 
 class ClippingSection(ClippedSection):
-    """How updates are clipped: all tensors together, to `norm`, or each of `groups` separately."""
+    """The clipping of updates: all tensors together, to `norm`, or each of `groups` separately."""
 
     groups: Annotated[tuple[GroupSection, ...], Field(strict=False)] = ()
     adaptive: AdaptiveSection | None = None
 
     @property
     def lacks_norm(self) -> bool:
-        """Whether it needs the default norm."""
+        """True if it needs the default norm."""
         return self.norm is None and not self.groups and self.strategy in CLIPPINGS
 
     @model_validator(mode="after")
@@ -422,7 +422,7 @@ class ClippingSection(ClippedSection):
             return self
         for key, field in ClippedSection.model_fields.items():
             if getattr(self, key) != field.default:
-                raise ValueError(f"{key} is given beside groups; it belongs in each of the groups")
+                raise ValueError(f"{key} is given next to groups; it belongs in each of the groups")
         names = [group.name for group in self.groups]
         if len(set(names)) < len(names):
             raise ValueError(f"groups are named {names}; names must be unique")
@@ -438,8 +438,8 @@ class ClippingSection(ClippedSection):
 class MetricsSection(Section):
     """Releases besides the update, and their shares of a round's privacy.
 
-    `share` is for all metrics of `report` together, `contributors_share` for the number of users of
-    a cohort whose update counted; 0 releases no number.
+    `share` is for all metrics of `report` together, `contributors_share` for the number of users in
+    a cohort whose update counted; with 0, that number is not released.
     """
 
     share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
@@ -448,7 +448,7 @@ class MetricsSection(Section):
 
 
 class EvaluationSection(Section):
-    """Figures of models on held-out rows, under names of your own; users take no part.
+    """Figures of models on held-out rows, under your own names; users are not involved.
 
     A figure is a name, an import path, or a table with one of these as `figure`, and its options.
     """
@@ -469,7 +469,7 @@ class FederatedEvaluationSection(Section):
 
 
 class PersonalisationSection(Section):
-    """How users personalise released models; see `Personalisation`."""
+    """The personalisation of released models by users; see `Personalisation`."""
 
     local: LocalSection = LocalSection.model_validate({})
     parameters: Annotated[tuple[str, ...], Field(strict=False)] = ()
@@ -477,7 +477,7 @@ class PersonalisationSection(Section):
 
 
 class AuditSection(Section):
-    """How a run audits itself with invented users; see `Audit`."""
+    """The audit of a run with invented users; see `Audit`."""
 
     canaries: Count
 
@@ -491,7 +491,7 @@ class AveragingSection(Section):
 
 
 class NoiseSection(Section):
-    """How vector groups share the noise, and how it is correlated over the rounds of a series.
+    """The shares of vector groups in the noise, and its correlation over a series of rounds.
 
     An allocation may be a table of weights by group; `options` are fields of the correlation.
     """
@@ -506,7 +506,7 @@ class NoiseSection(Section):
 
 
 class EngineSection(Section):
-    """Where and how fast users train; this changes results by rounding only."""
+    """The resources for training; they affect results only by rounding."""
 
     device: str = "auto"
     chunk_mebibytes: Count | None = None
@@ -537,36 +537,36 @@ class RangeSection(Section):
 
     @property
     def whole(self) -> bool:
-        """Whether its numbers are whole."""
+        """True if its numbers are whole."""
         return isinstance(self.low, int) and isinstance(self.high, int)
 
 
 class TuneSection(Section):
     """The search of `fedpriv tune`; see docs/choosing-settings.md."""
 
-    trials: Count = 30  # on users the mean, because the number is then random and secret
+    trials: Count = 30  # on users the mean, because their number is then random and secret
     law: Literal["negative-binomial", "poisson"] = "negative-binomial"  # of the random number
     # η of the truncated negative binomial; 1 is geometric, and 0 would be logarithmic.
     shape: Annotated[Positive, Field(ge=1e-9)] = 1.0
     objective: str = "accuracy"  # a figure of the held-out rows
-    better: Literal["larger", "smaller"] | None = None  # None: known for built-in objectives
+    better: Literal["larger", "smaller"] | None = None  # None: only for built-in objectives
     held_out_is_public: bool = False  # must be true to compare trials on users
     public: PeopleSection | None = None  # people who are not enrolled
-    users: Count | None = None  # number of enrolled users, to add as much noise as for them
-    space: dict[str, RangeSection | list[Any]] = {}  # by key; values of a list are equally likely
+    users: Count | None = None  # number of enrolled users, which determines the noise
+    space: dict[str, RangeSection | list[Any]] = {}  # by key; values in a list are equally likely
 
 
 class FederationSection(Section):
     """Address and purpose of a deployment, and how long the server waits for its nodes.
 
     A round begins once `least_nodes` of the connected nodes agree to it; they vote before its
-    cohort is drawn. The run stops after `patience_seconds` in which too few nodes agreed.
-    A round ends when all nodes have answered, after `deadline_seconds`, or once all missing nodes
-    have been disconnected for `absent_seconds`. With `fixed_length` it always takes
-    `deadline_seconds`, so that its length reveals nothing about the cohort.
+    cohort is drawn. The run stops if too few nodes agree for `patience_seconds`. A round ends when
+    all nodes have answered, after `deadline_seconds`, or once all missing nodes have been
+    disconnected for `absent_seconds`. With `fixed_length` it always takes `deadline_seconds`, so
+    its length reveals nothing about the cohort.
 
-    With `trust = "none"` the server need not be trusted, and neither need `colluding_nodes` of the
-    nodes: nodes draw their users, add the noise and mask their sums. A round succeeds if at most
+    With `trust = "none"`, neither the server nor `colluding_nodes` of the nodes need to be trusted:
+    nodes draw their users, add the noise and mask their sums. A round succeeds if at most
     `dropouts` nodes drop out. A simulation has `least_nodes` nodes, and each drops out of a round
     with probability `simulated_dropout`.
     """
@@ -596,7 +596,7 @@ class FederationSection(Section):
             for name in ("colluding_nodes", "dropouts", "simulated_dropout"):
                 if value := getattr(self, name):
                     raise ValueError(f'{name} is {value} and trust is "server"; it must be "none"')
-        _ = self.secure_sum  # refuses numbers that do not fit together
+        _ = self.secure_sum  # refuses inconsistent numbers
         return self
 
     @property
@@ -617,9 +617,9 @@ class Config(Section):
     name: Name
     rounds: Count = DEFAULT_ROUNDS
     run: Name | None = None  # in the ledger; derived from `name` if absent
-    seed: Seed | None = None  # the guarantee does not hold against those who know it
-    data: DataSection | None = None  # needed where users are simulated
-    population: PopulationSection = PopulationSection()  # a simulation's
+    seed: Seed | None = None  # the guarantee does not hold against anyone who knows it
+    data: DataSection | None = None  # needed to simulate users
+    population: PopulationSection = PopulationSection()  # for simulations
     model: ModelSection
     local: LocalSection | None = None  # required if users train; other units send a gradient
     privacy: PrivacySection
@@ -628,7 +628,7 @@ class Config(Section):
     server: ServerSection = ServerSection()
     noise: NoiseSection = NoiseSection()
     metrics: MetricsSection = MetricsSection()
-    # These need users who train in one process.
+    # The next three need users who train in one process.
     federated_evaluation: FederatedEvaluationSection | None = None
     personalisation: PersonalisationSection | None = None
     audit: AuditSection | None = None
@@ -636,15 +636,15 @@ class Config(Section):
     evaluation: EvaluationSection = EvaluationSection()
     engine: EngineSection = EngineSection()
     output: OutputSection = OutputSection()
-    # Names of trackers, import paths of `Tracker` classes, and of functions of a `RoundResult`.
+    # Names of trackers, or import paths of `Tracker` classes or of functions of a `RoundResult`.
     trackers: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    tune: TuneSection | None = None  # for `fedpriv tune` alone
+    tune: TuneSection | None = None  # only for `fedpriv tune`
     federation: FederationSection | None = None
 
     @model_validator(mode="after")
     def _left_out(self) -> Self:
         # Defaults that depend on other sections. The default optimiser belongs to the default norm,
-        # which depends on the number of users; with a norm that is given it is `fedavg`.
+        # which depends on the number of users; if a norm is given, it is `fedavg`.
         changes, policy = dict[str, Any](), SAMPLING_POLICIES.get(self.sampling.policy)
         draws_by_q = "probability" in getattr(policy, "__dataclass_fields__", ())
         if draws_by_q and self.privacy.sampling_probability is None:
@@ -658,8 +658,8 @@ class Config(Section):
     def _must_fit_the_unit(self) -> Self:
         if self.whole_users:
             return self
-        drawn, must_be = self.not_whole
-        given = {
+        setting, must_be = self.not_whole
+        settings = {
             "federated_evaluation": self.federated_evaluation,
             "model.personal": self.model.personal,
             "personalisation": self.personalisation,
@@ -667,14 +667,14 @@ class Config(Section):
             "averaging.cap": self.averaging.cap,
         }
         why = (
-            f"{drawn}; that must be {must_be}, since only users train, have weights, and keep "
-            "examples and a model of their own (the step size is server.options.learning_rate)"
+            f"{setting}; that must be {must_be}, since only users train, have weights, and keep "
+            "their own examples and models (the step size is server.options.learning_rate)"
         )
-        return self._without(given, why)
+        return self._without(settings, why)
 
     @model_validator(mode="after")
     def _must_fit_the_trust(self) -> Self:
-        given = {
+        settings = {
             "audit": self.audit,
             "federated_evaluation": self.federated_evaluation,
             "output.simulation_only": self.output.simulation_only,
@@ -683,23 +683,23 @@ class Config(Section):
         if self.federation is None or self.federation.secure_sum is None:
             return self
         why = "it must be left out, since it needs a server that draws cohorts or sees their sums"
-        return self._without(given, f'federation.trust is "none"; {why}')
+        return self._without(settings, f'federation.trust is "none"; {why}')
 
-    def _without(self, given: Mapping[str, object], why: str) -> Self:
+    def _without(self, settings: Mapping[str, object], why: str) -> Self:
         """Raise ValueError for the first of the settings that is given."""
-        for name, value in given.items():
+        for name, value in settings.items():
             if value:
                 raise ValueError(f"{name} is given and {why}")
         return self
 
     @property
     def whole_users(self) -> bool:
-        """Whether users take part as a whole, instead of examples or microbatches."""
+        """True if whole users take part, instead of examples or microbatches."""
         return self.privacy.unit == "user" and self.sampling.policy != "poisson-examples"
 
     @property
     def not_whole(self) -> tuple[str, str]:
-        """The setting by which users do not take part as a whole, and the value it must have."""
+        """The setting that prevents whole users from taking part, and the value it must have."""
         unit = self.privacy.unit
         if unit != "user":
             return f"privacy.unit is {unit!r}", "'user'"
@@ -711,7 +711,7 @@ class Config(Section):
         return self.changed(privacy=z, noise=_noise_table(noise) if noise else {})
 
     def changed(self, **sections: Mapping[str, object]) -> Self:
-        """Return the configuration with other values of some keys, by section; none is checked."""
+        """Return the configuration with other, unchecked values of some keys, by section."""
         new = {name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()}
         return self.model_copy(update=new)
 
@@ -794,19 +794,19 @@ def _noise_table(noise: NoisePolicy) -> dict[str, Any]:
 
 def local_table(local: LocalTraining) -> dict[str, Any]:
     """Return the section of local training."""
-    held = _options(local)
+    options = _options(local)
     return {
-        **{name: held.pop(name, None) for name in COMMON},
+        **{name: options.pop(name, None) for name in COMMON},
         "algorithm": _ALGORITHM.name_of(local),
         "batch_size": local.batch_size or "all",
-        "options": held,
+        "options": options,
     }
 
 
 def _clipping_table(policy: ClippingPolicy) -> dict[str, Any]:
     if not isinstance(policy, Grouped):
-        given = {key: getattr(policy, key) for key in _CLIPPING_KEYS if hasattr(policy, key)}
-        return {"strategy": _STRATEGY.name_of(policy), **given}
+        fields = {key: getattr(policy, key) for key in _CLIPPING_KEYS if hasattr(policy, key)}
+        return {"strategy": _STRATEGY.name_of(policy), **fields}
     groups = [
         _clipping_table(part.clipping)
         | {"name": name, "tensors": list(part.tensors), "share": part.share}
@@ -818,23 +818,23 @@ def _clipping_table(policy: ClippingPolicy) -> dict[str, Any]:
 def plain(value: object) -> Any:
     """Return a value as TOML can hold it, without keys whose value is None."""
     if isinstance(value, Mapping):
-        return {key: plain(inner) for key, inner in value.items() if inner is not None}
+        return {key: plain(element) for key, element in value.items() if element is not None}
     if isinstance(value, tuple | list):
-        return [plain(inner) for inner in value]
+        return [plain(element) for element in value]
     return plain_numbers(value)
 
 
 def _options(value: object, except_for: Collection[str] = ()) -> dict[str, Any]:
-    """Return the attributes that TOML can hold: numbers, words, lists of them, and schedules."""
-    held = dict[str, Any]()
+    """Return the attributes that TOML can hold: numbers, words, lists of these, and schedules."""
+    options = dict[str, Any]()
     for name, option in vars(value).items():
         if isinstance(option, RateSchedule):
-            held[name] = {"schedule": _SCHEDULE.name_of(option), **_options(option)}
+            options[name] = {"schedule": _SCHEDULE.name_of(option), **_options(option)}
         elif isinstance(option, int | float | str) and name not in except_for:
-            held[name] = option
+            options[name] = option
         elif isinstance(option, tuple) and option:
-            held[name] = list(option)
-    return held
+            options[name] = list(option)
+    return options
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -861,13 +861,13 @@ def parse_config(table: Mapping[str, object], source: str) -> Config:
 
 
 def spelled_out(table: Mapping[str, object]) -> dict[str, object]:
-    """Return the table of an experiment, with data and model as tables even if given as names."""
-    alone = {key: table[key] for key in ("data", "model") if isinstance(table.get(key), str)}
-    return {**table, **{key: {"name": name} for key, name in alone.items()}}
+    """Return the table of an experiment, with data and model as tables, also if they are names."""
+    names = {key: table[key] for key in ("data", "model") if isinstance(table.get(key), str)}
+    return {**table, **{key: {"name": name} for key, name in names.items()}}
 
 
 def flattened(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return nested tables as one, under keys "a.b".
+    """Return nested tables as one table with keys "a.b".
 
     >>> flattened({"a": {"b": 1, "c": {}}, "d": 2})
     {'a.b': 1, 'a.c': {}, 'd': 2}
@@ -900,9 +900,9 @@ def assign(table: dict[str, object], override: str) -> None:
 
 def put(table: dict[str, Any], path: Sequence[str], value: object) -> None:
     """Replace a key of a table in place, given the path of keys to it."""
-    *sections, last = path
+    *sections, final_key = path
     for key in sections:
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
             raise InvalidValueError(f"{key} is not a table")
-    table[last] = value
+    table[final_key] = value

@@ -1,4 +1,4 @@
-"""Which tensors of an update are clipped together, to which norms, and their shares of the noise.
+"""Groups of tensors that are clipped together, their clipping norms, and shares of the noise.
 
 Derive a class from `ClippingPolicy` to add a way to clip.
 """
@@ -17,7 +17,7 @@ from fedpriv.privacy.layout import Layout, Parts, VectorGroup
 from fedpriv.support.checks import check_range, check_types, hold_plain_numbers, require
 
 Allocation = Literal["proportional", "dimension"] | Mapping[str, float]
-"""How vector groups share the noise: by clipping norm, by dimension, or by given weights."""
+"""The shares of vector groups in the noise: by clipping norm, by dimension, or by given weights."""
 
 
 def _given(norm: float | None) -> float:
@@ -26,16 +26,16 @@ def _given(norm: float | None) -> float:
     return norm
 
 
-def check_choice(name: str, given: object, *words: str, each: str = "") -> None:
-    """Raise unless a value is one of some words or, given `each`, positive numbers by name."""
-    if isinstance(given, Mapping) and each:
-        for key, number in given.items():
+def check_choice(name: str, value: object, *words: str, each: str = "") -> None:
+    """Raise unless a value is one of some words or, with `each`, positive numbers by name."""
+    if isinstance(value, Mapping) and each:
+        for key, number in value.items():
             check_range(f"{name} of {key!r}", number, "(0, inf)")
         return
-    of_each = f" or a positive number for each {each}" if each else ""
-    known = " or ".join(map(repr, words))
-    valid = isinstance(given, str) and given in words
-    require(valid, f"{name} is {given!r}; it must be {known}{of_each}")
+    numbers = f" or a positive number for each {each}" if each else ""
+    legal = " or ".join(map(repr, words))
+    valid = isinstance(value, str) and value in words
+    require(valid, f"{name} is {value!r}; it must be {legal}{numbers}")
 
 
 def equal_split(parts: Parts, clipping_norm: float) -> dict[str, float]:
@@ -44,7 +44,7 @@ def equal_split(parts: Parts, clipping_norm: float) -> dict[str, float]:
 
 
 def split_by_dimension(layout: Layout, parts: Parts, clipping_norm: float) -> dict[str, float]:
-    """Return S_g = S·√(d_g/D): Σ S_g² = S², and every component has the same share."""
+    """Return S_g = S·√(d_g/D), so that Σ S_g² = S² and all components have the same share."""
     dimensions = {name: sum(layout.sizes[t] for t in tensors) for name, tensors in parts.items()}
     total = layout.dimension
     return {name: clipping_norm * math.sqrt(d / total) for name, d in dimensions.items()}
@@ -76,7 +76,7 @@ def dimension_shares(layout: Layout, groups: tuple[VectorGroup, ...]) -> tuple[f
 
 @dataclass(frozen=True)
 class Grouping:
-    """A partition of an update into vector groups, and the share ω of the noise budget of each."""
+    """A partition of an update into vector groups, and each group's share ω of the noise budget."""
 
     groups: tuple[VectorGroup, ...]
     shares: tuple[float, ...]
@@ -101,9 +101,9 @@ class ClippingPolicy(ABC):
 
 @dataclass(frozen=True)
 class Flat(ClippingPolicy):
-    """Clips the whole update to one norm S; None is that of `Mechanism.for_users`.
+    """Clips the whole update to one norm S; None: the norm of `Mechanism.for_users`.
 
-    Without noise S may be infinite, and nothing is clipped.
+    Without noise, S may be infinite, and nothing is clipped.
 
     >>> Flat(0.5).grouping(Layout(("w", "b"), ((2, 3), (3,))), "proportional").shares
     (1.0,)
@@ -126,7 +126,7 @@ class Flat(ClippingPolicy):
 class PerLayer(ClippingPolicy):
     """Clips each layer, or each tensor, to its own norm S_g, with Σ S_g² = S².
 
-    The norms are equal or ∝ √dimension. If `split` gives S_g by name, S is not read.
+    The norms are equal or ∝ √dimension. If `split` gives S_g by name, S is ignored.
     """
 
     norm: float | None = None
@@ -179,7 +179,7 @@ class Part:
 
     tensors: Sequence[str]  # globs over parameter names, such as "conv*" or "*.bias"
     clipping: ClippingPolicy
-    share: float | None = None  # weight of the noise budget they get; all parts have one, or none
+    share: float | None = None  # their weight in the noise budget; for all parts, or none
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
@@ -192,7 +192,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Grouped(ClippingPolicy):
-    """Clips parts of the model by their own policies; a tensor is in the first part that matches.
+    """Clips parts of a model by their own policies; a tensor is in the first part that matches.
 
     >>> parts = {"conv": Part(["conv*"], Joint(0.3)), "rest": Part(["*"], Flat(0.5))}
     >>> layout = Layout(("conv.weight", "fc.weight", "fc.bias"), ((4, 4), (2, 4), (2,)))
@@ -218,35 +218,35 @@ class Grouped(ClippingPolicy):
             )
         inner = allocation if isinstance(allocation, str) else "proportional"
         layouts = self._layouts(layout)
-        of_parts = {n: p.clipping.grouping(layouts[n], inner) for n, p in self.parts.items()}
+        groupings = {n: p.clipping.grouping(layouts[n], inner) for n, p in self.parts.items()}
         groups = tuple(
             replace(group, name=name if group.name == "update" else f"{name}/{group.name}")
-            for name, grouping in of_parts.items()
+            for name, grouping in groupings.items()
             for group in grouping.groups
         )
         if not weights:
             return Grouping.of(groups, layout, allocation)
         shares = tuple(
             weight / sum(weights) * share
-            for weight, grouping in zip(weights, of_parts.values(), strict=True)
+            for weight, grouping in zip(weights, groupings.values(), strict=True)
             for share in grouping.shares
         )
         return Grouping(groups, shares)
 
     def _layouts(self, layout: Layout) -> dict[str, Layout]:
         """Return the tensors of each part."""
-        left, layouts = dict(zip(layout.names, layout.shapes, strict=True)), {}
+        rest, layouts = dict(zip(layout.names, layout.shapes, strict=True)), {}
         for name, part in self.parts.items():
-            fit = [t for t in left if any(fnmatchcase(t, pattern) for pattern in part.tensors)]
+            fit = [t for t in rest if any(fnmatchcase(t, pattern) for pattern in part.tensors)]
             if not fit:
                 raise InvalidValueError(
-                    f"group {name!r} has no tensor that fits {list(part.tensors)} and no group "
-                    f"before it; the tensors are {list(layout.names)}"
+                    f"group {name!r} has no tensor that fits {list(part.tensors)} but no earlier "
+                    f"group; the tensors are {list(layout.names)}"
                 )
-            layouts[name] = Layout(tuple(fit), tuple(left.pop(tensor) for tensor in fit))
-        if left:
+            layouts[name] = Layout(tuple(fit), tuple(rest.pop(tensor) for tensor in fit))
+        if rest:
             raise InvalidValueError(
-                f"tensor {next(iter(left))!r} fits no pattern of clipping.groups; every tensor "
+                f"tensor {next(iter(rest))!r} fits no pattern of clipping.groups; every tensor "
                 'must be in one, and a last group with the pattern "*" takes the rest'
             )
         return layouts

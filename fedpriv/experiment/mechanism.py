@@ -1,7 +1,7 @@
-"""The privacy mechanism of a run, as its user states it: sampling, clipping, noise and budget.
+"""The privacy mechanism of a run as users state it: sampling, clipping, noise and budget.
 
 These are values: nothing here draws, clips or spends. Derive a class from `CohortPolicy` or
-`ClippingPolicy` to add a way to sample or to clip.
+`ClippingPolicy` to add a way to sample or clip.
 """
 
 import math
@@ -58,11 +58,11 @@ from fedpriv.support.checks import (
 from fedpriv.training.plan import AdaptiveClipping
 
 # The noise on the update grows by 1/√(1 − ω), half a per cent. The count has noise of z/√ω = 10·z
-# users: much in one round of a small cohort, but 1/√T of that in the mean over T rounds.
+# users: much in one round of a small cohort, but only 1/√T of that in the mean over T rounds.
 CONTRIBUTORS_SHARE = 0.01
 DEFAULT_PROBABILITY, DEFAULT_ROUNDS = 0.3, 100  # `simulations.defaults` is the study behind them
 
-Numbers = Mapping[str, float | Sequence[float]]  # of a metric, by name
+Numbers = Mapping[str, float | Sequence[float]]  # a metric's options, by name
 
 
 class CohortPolicy(ABC):
@@ -72,12 +72,12 @@ class CohortPolicy(ABC):
     def of(self, users: int | None, unit: Unit) -> Sampling:
         """Return the policy for N enrolled users, which draws cohorts and names the sampling event.
 
-        Calibration passes None if it does not know N; InvalidValueError if the price depends on N.
+        Calibration passes None if N is unknown; InvalidValueError if the price depends on N.
         """
 
 
 class _Checked(CohortPolicy):
-    """A policy that can be priced without N, and refuses numbers of which there is no event."""
+    """A policy that can be priced without N, and refuses numbers for which no event exists."""
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
@@ -97,10 +97,10 @@ class Poisson(_Checked):
 
 @dataclass(frozen=True)
 class AsIf(CohortPolicy):
-    """Poisson sampling of users who stand for a larger population, in a simulation.
+    """Poisson sampling of users who represent a larger population, in a simulation.
 
-    An average gets the noise of the larger population's cohort. It is over as many users, drawn
-    from those who are there, or over fewer. The budget is that of the larger population.
+    Averages have the noise of the larger population's cohort. They are over as many actual users,
+    or fewer. The budget is that of the larger population.
     """
 
     drawn: Poisson  # of the larger population
@@ -114,21 +114,21 @@ class AsIf(CohortPolicy):
         """Return Poisson sampling of N users, up to N', with the probability of the cohort."""
         enrolled, q = users or 1, self.drawn.probability
         if not (self.cohort or 0) <= enrolled <= self.population:
-            given = f"as_if is {self.population} and cohort is {self.cohort}"
-            limit = f"cohort ≤ {enrolled} ≤ as_if, as {enrolled} {unit}s are there"
-            raise InvalidValueError(f"{given}; it must be {limit}")
-        drawn = min(1.0, (self.cohort or q * self.population) / enrolled)
-        return PoissonSampling(enrolled, drawn, unit, Projection(self.population, q))
+            values = f"as_if is {self.population} and cohort is {self.cohort}"
+            limit = f"cohort ≤ {enrolled} ≤ as_if, as there are {enrolled} {unit}s"
+            raise InvalidValueError(f"{values}; it must be {limit}")
+        probability = min(1.0, (self.cohort or q * self.population) / enrolled)
+        return PoissonSampling(enrolled, probability, unit, Projection(self.population, q))
 
 
 @dataclass(frozen=True)
 class PoissonExamples(_Checked):
     """Each of up to k examples of a user joins each round independently with probability q.
 
-    The guarantee still protects users (Charles et al. 2024, example-level sampling). Of a user's
-    n > k rows the same k count in all rounds: rows ⌊j·n/k⌋ for j < k, in their order.
-    `total_examples` is a public estimate of the number of rows that count, over all users; averages
-    divide by q times this number, by default by q·N·k.
+    The guarantee still protects users (Charles et al. 2024, example-level sampling). If a user has
+    n > k rows, the same k count in all rounds: rows ⌊j·n/k⌋ for j < k, in order. `total_examples`
+    is a public estimate of the number of rows that count, over all users; averages divide by q
+    times this number, by default by q·N·k.
     """
 
     probability: float
@@ -146,7 +146,7 @@ class FixedSize(CohortPolicy):
     """Exactly m users join each round, drawn afresh; neighbours differ by replacing one user.
 
     Replacing a user moves a sum by up to twice the clipping norm, so Poisson sampling with the same
-    average number of users needs about half of the noise.
+    average number of users needs about half the noise.
     """
 
     cohort_size: int  # m ≥ 1
@@ -159,7 +159,7 @@ class FixedSize(CohortPolicy):
         """Return cohorts of m of N users."""
         if users is None:
             raise InvalidValueError(
-                "users is None; calibrate(users=N) must have it, as the price of cohorts of a "
+                "users is None; calibrate(users=N) needs it, as the price of cohorts of a "
                 "fixed size depends on the number of users"
             )
         return FixedSizeSampling(users, self.cohort_size, unit)
@@ -172,7 +172,7 @@ class EveryUser(_Checked):
     relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE
 
     def of(self, users: int | None, unit: Unit) -> EveryUserSampling:
-        """Return the policy that draws all N users; N is 1 if it is None."""
+        """Return the policy that draws all N users; without `users`, N is 1."""
         return EveryUserSampling(users or 1, self.relation, unit)
 
 
@@ -187,7 +187,7 @@ class RandomAllocation(_Checked):
     participations: int = 1  # k in [1, n]
 
     def of(self, users: int | None, unit: Unit) -> RandomAllocationSampling:
-        """Return the policy that allocates N users to random rounds; N is 1 if it is None."""
+        """Return the policy that allocates N users to random rounds; without `users`, N is 1."""
         return RandomAllocationSampling(users or 1, self.rounds, self.participations, unit)
 
 
@@ -195,8 +195,8 @@ class RandomAllocation(_Checked):
 class Separated(_Checked):
     """Users take turns in b groups, so that any two rounds of a user are at least b apart.
 
-    Participation is public and amplifies no privacy. In return, the noise of a series of n rounds
-    may be correlated (DP-FTRL). A whole series is charged before its first round.
+    Participation is public and does not amplify privacy. In return, the noise of a series of n
+    rounds may be correlated (DP-FTRL). A whole series is charged before its first round.
     """
 
     rounds: int  # n ≥ 1, of a series
@@ -204,14 +204,14 @@ class Separated(_Checked):
     relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE
 
     def of(self, users: int | None, unit: Unit) -> SeparatedSampling:
-        """Return the policy by which N users take turns; N is `separation` if it is None."""
+        """Return the policy by which N users take turns; without `users`, N is `separation`."""
         relation, enrolled = self.relation, users or self.separation
         return SeparatedSampling(enrolled, self.rounds, self.separation, relation, unit)
 
 
 @dataclass(frozen=True)
 class BandedPoisson(_Checked):
-    """Users take turns in b groups; each user of the group joins with probability q.
+    """Users take turns in b groups; each user of a group joins with probability q.
 
     Sampling amplifies privacy, and noise may be correlated over a band of up to b rounds
     (Choquette-Choo et al. 2023). Coins must be secret. A whole series is charged before its first
@@ -223,7 +223,7 @@ class BandedPoisson(_Checked):
     separation: int  # b in [1, n]
 
     def of(self, users: int | None, unit: Unit) -> BandedPoissonSampling:
-        """Return turns of N users, with coins."""
+        """Return the policy by which N users take turns and flip coins."""
         enrolled, relation = users or self.separation, NeighbouringRelation.ADD_OR_REMOVE_ONE
         return BandedPoissonSampling(
             enrolled, self.rounds, self.separation, self.probability, relation, unit
@@ -250,7 +250,7 @@ class NoisePolicy(ABC):
 
     @abstractmethod
     def strategy(self, sampling: SamplingEvent) -> Strategy:
-        """Return the strategy for a sampling event. A round event refuses an unanalysed pair."""
+        """Return the strategy for a sampling event; round events refuse pairs without analysis."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ class BandedNoise(NoisePolicy):
             return BandedStrategy(coefficients)
         schedule = _series(sampling)
         bands = schedule.separation if self.bands is None else self.bands
-        # Columns of a user's rounds do not meet then.
+        # Then the columns of a user's rounds do not overlap.
         if sampling.policy is SamplingPolicy.BANDED_POISSON:
             schedule = Schedule(schedule.rounds)
         objective = named_value(Objective, "objective", self.objective)
@@ -331,7 +331,7 @@ def given(strategy: Strategy) -> NoisePolicy:
 def _series(sampling: SamplingEvent) -> Schedule:
     if sampling.schedule is None or sampling.policy not in WITH_STRATEGY:
         raise InvalidValueError(
-            f"noise is correlated and sampling is {sampling.policy}, of which there is no analysis "
+            f"noise is correlated and sampling is {sampling.policy}, which has no analysis "
             f"with such noise; it must be {' or '.join(WITH_STRATEGY)}"
         )
     return sampling.schedule
@@ -346,32 +346,31 @@ def _numbers(name: str, values: Sequence[float]) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Mechanism:
-    """How every round of a run protects users, and what all rounds together may cost.
+    """The protection of users in each round of a run, and the budget of all rounds.
 
     >>> mechanism = Mechanism.poisson(q=0.1, clipping=Flat(0.5))
     >>> calibrated = mechanism.calibrate(epsilon=2.0, delta=1e-5, rounds=100)
     >>> round(calibrated.noise_multiplier, 1)
     2.2
 
-    The noise multiplier z ≥ 0 is the noise over the sensitivity of a whole round; None means that
-    it is still to be calibrated. `metrics` are private averages to release with the update: their
-    numbers by name, as for `fedpriv.measures.metrics.metric`. Raises InvalidValueError if there is
-    no noise or no budget and `unsafe_no_privacy` is not set, or if `unit` and `microbatch` do not
-    fit together.
+    The noise multiplier z ≥ 0 is the noise over the sensitivity of a whole round; None: it is not
+    calibrated yet. `metrics` are private averages to release with the update: their options by
+    name, as for `fedpriv.measures.metrics.metric`. Raises InvalidValueError if there is no noise or
+    no budget and `unsafe_no_privacy` is not set, or if `unit` and `microbatch` do not fit together.
     """
 
     sampling: CohortPolicy
     clipping: ClippingPolicy
     noise_multiplier: float | None = None
-    epsilon: float | None = None  # never exceeded; None with `unsafe_no_privacy` only
+    epsilon: float | None = None  # never exceeded; None only with `unsafe_no_privacy`
     delta: float | None = None  # of the budget, and of every ε that is shown
     rounds: int | None = None  # T that the noise was calibrated for
     allocation: Allocation = "proportional"
     adaptive: AdaptiveClipping | None = None  # None: clipping norms are fixed
     averaging: Averaging = Averaging()  # noqa: RUF009 - frozen, so sharing it is safe
     metrics: Mapping[str, Numbers] = field(default_factory=dict)
-    metrics_share: float = 0.05  # of the round's privacy, for all metrics together
-    # Of the round's privacy, to count the users of a cohort whose update counts; 0: no count.
+    metrics_share: float = 0.05  # share of the round's privacy for all metrics together
+    # Share of the round's privacy for the number of users whose update counts; 0: no number.
     contributors_share: float = CONTRIBUTORS_SHARE
     accountant: str = "tight"  # prices the budget; it must give upper bounds
     unsafe_no_privacy: bool = False  # allows a run without noise or without a budget
@@ -400,9 +399,7 @@ class Mechanism:
         check_unit(self.unit, self.microbatch)
         object.__setattr__(self, "unit", Unit(self.unit))
         if self.adaptive and getattr(self.clipping, "norm", 0.0) == math.inf:
-            raise InvalidValueError(
-                "the clipping norm is infinite; if it adapts, it must be finite"
-            )
+            raise InvalidValueError("the clipping norm is infinite; to adapt, it must be finite")
         if self.noise_multiplier is not None:
             check_private(self.noise_multiplier, self.epsilon, self.unsafe_no_privacy)
 
@@ -424,15 +421,15 @@ class Mechanism:
         examples_per_user: int | None = None,
         total_examples: float | None = None,
     ) -> Self:
-        """Return the Gaussian mechanism under Poisson sampling, still without noise and budget.
+        """Return the Gaussian mechanism under Poisson sampling, without noise and budget yet.
 
         Each user joins a round with probability q in (0, 1]; with another unit, each example or
-        each microbatch. With `examples_per_user`, up to so many examples of each user join, and the
-        guarantee still protects users: `PoissonExamples`. Metrics that need no numbers may be given
+        each microbatch. With `examples_per_user`, up to that many examples of each user join, and
+        the guarantee still protects users: `PoissonExamples`. Metrics without options may be given
         as names. The other arguments are attributes of the class.
         """
-        options = locals()  # most are named as the fields of the class
-        if isinstance(metrics, str):  # each of its letters would be a name
+        options = locals()  # most have the names of the class's fields
+        if isinstance(metrics, str):  # each letter would be a name
             raise InvalidValueError(f"metrics are {metrics!r}; they must be a list of names")
         check_types(metrics=(metrics, Iterable))
         policy: CohortPolicy = Poisson(q)
@@ -442,22 +439,22 @@ class Mechanism:
             raise InvalidValueError(
                 f"total_examples is {total_examples}; without examples_per_user it must be absent"
             )
-        given = {name: options[name] for name in cls.__dataclass_fields__ if name in options}
-        given["averaging"] = Averaging() if averaging is None else averaging
-        given["metrics"] = metrics if isinstance(metrics, Mapping) else {n: {} for n in metrics}
-        return cls(policy, **given)
+        fields = {name: options[name] for name in cls.__dataclass_fields__ if name in options}
+        fields["averaging"] = Averaging() if averaging is None else averaging
+        fields["metrics"] = metrics if isinstance(metrics, Mapping) else {n: {} for n in metrics}
+        return cls(policy, **fields)
 
     def for_users(self, users: int) -> Self:
         """Return the mechanism for N users, with the default clipping norm if it has none.
 
-        That is √(expected size of a cohort)/100, but at least 0.1 and at most 1: the more users,
-        the less noise, and the less the bias of clipping pays (docs/choosing-settings.md).
+        It is √(expected size of a cohort)/100, but at least 0.1 and at most 1: with more users
+        there is less noise, and the bias of clipping pays less (docs/choosing-settings.md).
         """
         clipping = self.clipping
         if not lacks_norm(clipping):
             return self
-        drawn = self.sampling.of(users, self.unit).event()
-        cohort = drawn.growth * drawn.expected_cohort_size  # that of a projection
+        event = self.sampling.of(users, self.unit).event()
+        cohort = event.growth * event.expected_cohort_size  # that of a projection
         norm = min(max(0.1, math.sqrt(cohort) / 100.0), 1.0)
         return replace(self, clipping=replace(clipping, norm=norm))
 
@@ -470,33 +467,33 @@ class Mechanism:
         users: int | None = None,
         spent: Iterable[RoundEvent] = (),
     ) -> Self:
-        """Return the mechanism with the least noise for which all rounds cost at most (ε, δ).
+        """Return the mechanism with the least noise such that all rounds cost at most (ε, δ).
 
-        `spent` are events that the ledger to be charged already holds; they count too. Cohorts of a
-        fixed size need N, the number of `users`. This also searches for the strategy of correlated
+        `spent` are events that are already in the ledger to be charged; they count too. Cohorts of
+        a fixed size need N, the number of `users`. This also finds the strategy of correlated
         noise.
         """
         epsilon, delta, rounds, users = plain_numbers((epsilon, delta, rounds, users))
         check_range("rounds", rounds, "whole")
         check_range("users", users, "whole?")
         check_types(spent=(spent, Iterable))
-        before, sampling = list(spent), self.sampling.of(users, self.unit)
-        for event in before:
+        earlier, sampling = list(spent), self.sampling.of(users, self.unit)
+        for event in earlier:
             check_types(**{"an event in spent": (event, RoundEvent)})
-        charges, drawn = -(-rounds // sampling.rounds), sampling.event()
-        strategy = self.noise.strategy(drawn)
+        charges, sampled = -(-rounds // sampling.rounds), sampling.event()
+        strategy = self.noise.strategy(sampled)
         column = strategy.column(sampling.rounds)
 
         def events(z: float) -> list[RoundEvent]:
-            queries = (SumQueryEvent("update", 1.0, z / drawn.growth),)
-            return _as_if([*before, RoundEvent(drawn, queries, charges, column)])
+            queries = (SumQueryEvent("update", 1.0, z / sampled.growth),)
+            return _as_if([*earlier, RoundEvent(sampled, queries, charges, column)])
 
         z = smallest_noise(epsilon, delta, events, self.accountant)
         budgeted = replace(self, epsilon=epsilon, delta=delta, rounds=rounds)
         return replace(budgeted, noise=given(strategy), noise_multiplier=z)
 
     def with_noise(self, noise_multiplier: float, *, epsilon: float, delta: float) -> Self:
-        """Return the mechanism with given noise; training stops before it would exceed (ε, δ)."""
+        """Return the mechanism with this noise; training stops before exceeding (ε, δ)."""
         return replace(
             self, noise_multiplier=noise_multiplier, epsilon=epsilon, delta=delta, rounds=None
         )
@@ -534,8 +531,8 @@ def check_unit(unit: str, microbatch: int | None) -> str:
     unit = named_value(Unit, "unit", unit)
     if (microbatch is not None) != (unit == Unit.MICROBATCH):
         raise InvalidValueError(
-            f"microbatch is {microbatch} and unit is {str(unit)!r}; a size is given for the unit "
-            "'microbatch', and for no other"
+            f"microbatch is {microbatch} and unit is {str(unit)!r}; only the unit 'microbatch' "
+            "has a size, and it must have one"
         )
     if microbatch is not None:
         check_range("microbatch", plain_numbers(microbatch), "whole")

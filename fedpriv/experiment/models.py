@@ -18,7 +18,7 @@ def softmax_regression(inputs: int = 64, classes: int = 10) -> nn.Module:
 
 
 def mlp(inputs: int = 784, hidden: int = 128, classes: int = 10) -> nn.Module:
-    """Return a network with one hidden layer of ReLUs; it has 101,770 parameters by default."""
+    """Return a network with one hidden layer of ReLUs; by default it has 101,770 parameters."""
     return nn.Sequential(
         nn.Flatten(), nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, classes)
     )
@@ -27,8 +27,8 @@ def mlp(inputs: int = 784, hidden: int = 128, classes: int = 10) -> nn.Module:
 def cnn(classes: int = 10) -> nn.Module:
     """Return the small CNN of the DP-SGD tutorials, for images [B, 1, 28, 28].
 
-    It has two convolutions of 16 and 32 filters, max pooling, and a hidden layer of 32 units
-    (Papernot et al. 2021, "Tempered sigmoid activations"), and 26,010 parameters by default.
+    It has convolutions with 16 and 32 filters, max pooling, and a hidden layer of 32 units
+    (Papernot et al. 2021, "Tempered sigmoid activations"); by default it has 26,010 parameters.
     """
     return nn.Sequential(
         nn.Conv2d(1, 16, 8, stride=2, padding=3),

@@ -1,4 +1,4 @@
-"""Trackers, which follow a run: they are called at its start, after each release, and at its end.
+"""Trackers follow a run: they are called at its start, after each release, and at its end.
 
 They receive only what may be published: settings, released rounds, and the reason why the run
 ended. A tracker that fails is reported once and not called again; the run continues.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _PROJECT = "fedpriv"  # default project of runs; a service's environment variable overrides it
 _MLFLOW_KEY = "fedpriv.key"
-_MLFLOW_PARAMETERS, _MLFLOW_LENGTH = 100, 6000  # most in one request; most characters of each
+_MLFLOW_PARAMETERS, _MLFLOW_LENGTH = 100, 6000  # limits: per request, and characters of each
 _log = logging.getLogger(__name__)
 
 
@@ -47,7 +47,7 @@ class StartedRun:
     def of(
         cls, config: Config, plan: TrainingPlan, ledger_id: str, folder: Path, released: int
     ) -> "StartedRun":
-        """Return the description of a run; its key is a hash of ledger and name, unique together.
+        """Return the description of a run; its key hashes ledger and name, together unique.
 
         `released` is the number of rounds that were released before.
         """
@@ -110,7 +110,7 @@ class TensorBoard(Tracker):
             self._writer.add_scalar(name, value, result.round)
 
     def on_end(self, run: EndedRun) -> None:
-        """Write why the run ended, and close the file."""
+        """Write the reason for the end of the run, and close the file."""
         self._writer.add_text("end", str(run))
         self._writer.close()
 
@@ -130,13 +130,13 @@ class WandB(Tracker):
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb  # noqa: PLC0415 - an extra, and slow
 
-        private = wandb.Settings(
+        settings = wandb.Settings(
             console="off",
             disable_code=True,
             disable_git=True,
             disable_job_creation=True,
             host=_PROJECT,  # instead of the machine's name
-            silent=not sys.stderr.isatty(),  # otherwise it would write between the lines of a log
+            silent=not sys.stderr.isatty(),  # otherwise it would write between lines of a log
             x_disable_machine_info=True,
             x_disable_meta=True,
             x_disable_stats=True,
@@ -151,7 +151,7 @@ class WandB(Tracker):
             reinit="create_new",  # does not affect a run that the caller has open
             dir=os.environ.get("WANDB_DIR", str(run.folder)),
             config=dict(run.settings),
-            settings=private,
+            settings=settings,
         )
         self._run.define_metric("*", step_metric="round")  # repeated rounds may go back
 
@@ -160,7 +160,7 @@ class WandB(Tracker):
         self._run.log({"round": result.round, **result.scalars})
 
     def on_end(self, run: EndedRun) -> None:
-        """Send why the run ended; a run that was cut short is marked as failed."""
+        """Send the reason for the end; a run that was cut short is marked as failed."""
         self._run.summary["end"] = str(run)
         self._run.finish(exit_code=0 if run.stop else 1)
 
@@ -185,9 +185,9 @@ class MLflow(Tracker):
 
         client = self._client = MlflowClient()
         experiment = _mlflow_experiment(client)
-        found = client.search_runs([experiment], f"tags.`{_MLFLOW_KEY}` = '{run.key}'")
-        if found:
-            self._run = found[0].info.run_id
+        runs = client.search_runs([experiment], f"tags.`{_MLFLOW_KEY}` = '{run.key}'")
+        if runs:
+            self._run = runs[0].info.run_id
             client.update_run(self._run, status="RUNNING")
             return
         tags = {_MLFLOW_KEY: run.key, "fedpriv.group": run.group}
@@ -205,7 +205,7 @@ class MLflow(Tracker):
         self._client.log_batch(self._run, metrics=metrics)
 
     def on_end(self, run: EndedRun) -> None:
-        """Send why the run ended; a run that was cut short is marked as killed."""
+        """Send the reason for the end; a run that was cut short is marked as killed."""
         self._client.set_tag(self._run, "fedpriv.end", str(run))
         self._client.set_terminated(self._run, "FINISHED" if run.stop else "KILLED")
 
@@ -229,7 +229,7 @@ class Callback(Tracker):
 
 
 class Followers:
-    """The trackers that follow one run, by name; one that raises is named and left alone."""
+    """The trackers that follow one run, by name; one that raises is reported and dropped."""
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self._trackers, self._last = dict(trackers), cast(RoundResult | None, None)
@@ -240,21 +240,21 @@ class Followers:
 
     def released(self, result: RoundResult) -> None:
         """Pass a round's result, without its duration, to all trackers."""
-        self._last = told = replace(result, simulation_only_seconds=None)
-        self._tell(f"in round {result.round}", lambda tracker: tracker.on_round(told))
+        self._last = public = replace(result, simulation_only_seconds=None)
+        self._tell(f"in round {result.round}", lambda tracker: tracker.on_round(public))
 
     def end(self, stop: Stop | None) -> None:
-        """Tell the trackers why the run ended; None if it was cut short."""
+        """Tell the trackers the reason for the end; None if the run was cut short."""
         self._tell("at the end", lambda tracker: tracker.on_end(EndedRun(stop, self._last)))
 
-    def _tell(self, when: str, what: Callable[[Tracker], None]) -> None:
+    def _tell(self, when: str, call: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
-                what(tracker)
+                call(tracker)
             except Exception as error:  # must not end a run that has spent budget
-                raised = f"{type(error).__name__} {when}: {' '.join(str(error).split())}"
-                left = "the run goes on without it, and metrics.jsonl has every round"
-                _log.warning("tracker %s raised %s; %s", name, raised, left)
+                problem = f"{type(error).__name__} {when}: {' '.join(str(error).split())}"
+                effect = "the run goes on without it, and metrics.jsonl has every round"
+                _log.warning("tracker %s raised %s; %s", name, problem, effect)
                 del self._trackers[name]
 
 
@@ -265,39 +265,39 @@ def named(trackers: Sequence[Tracker | OnRound]) -> dict[str, Tracker]:
     """
     check_types(trackers=(trackers, Sequence))
     followers = dict[str, Tracker]()
-    for number, each in enumerate(trackers):
-        kind = Tracker if isinstance(each, type) else Tracker | Callable
-        check_types(**{f"trackers[{number}]": (each, kind)})
-        name = f"{number}: {path_of(each)}"
-        followers[name] = each if isinstance(each, Tracker) else Callback(each)
+    for number, tracker in enumerate(trackers):
+        kind = Tracker if isinstance(tracker, type) else Tracker | Callable
+        check_types(**{f"trackers[{number}]": (tracker, kind)})
+        name = f"{number}: {path_of(tracker)}"
+        followers[name] = tracker if isinstance(tracker, Tracker) else Callback(tracker)
     return followers
 
 
 def shown_settings(config: Config) -> dict[str, object]:
     """Return settings under keys "a.b", without those that describe machines.
 
-    The result leaves out trackers, the sections federation and tune, the folders of paths, and
-    the options of the user's own data functions, which may hold anything.
+    The result omits trackers, the sections federation and tune, the folders of paths, and the
+    options of your own data functions, which may hold anything.
     """
     table: dict[str, Any] = config.model_dump(
         exclude_none=True, exclude={"trackers", "federation", "tune"}
     )
     table = with_paths(table, os.path.basename)
     if data := table.get("data"):
-        named = (data["name"], data["options"].get("population", ""))
-        if any(":" in str(name) for name in named):
+        names = (data["name"], data["options"].get("population", ""))
+        if any(":" in str(name) for name in names):
             table["data"] = {"name": data["name"]}
     return flattened(table)
 
 
 def _mlflow_experiment(client: "mlflow.MlflowClient") -> str:
-    """Return the id of the experiment, and create it if there is none."""
+    """Return the id of the experiment, which is created if absent."""
     from mlflow.exceptions import MlflowException  # noqa: PLC0415
 
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
     try:
         return str(client.create_experiment(name))
     except MlflowException:
-        if found := client.get_experiment_by_name(name):
-            return str(found.experiment_id)
+        if experiment := client.get_experiment_by_name(name):
+            return str(experiment.experiment_id)
         raise

@@ -5,7 +5,7 @@ function of all outputs and targets, which are then collected. Figures leave out
 ignores. The rows belong to no enrolled user, so figures are exact, and are not private releases.
 
 If targets [n, …] are classes, outputs are scores [n, K, …], with one more axis; every position
-counts as a row of its own. A single score is the logit of class 1, and class 0 has the score 0.
+counts as a separate row. A single score is the logit of class 1, and class 0 has the score 0.
 """
 
 import math
@@ -30,13 +30,13 @@ FigureFunction = Callable[
 ]
 """Maps outputs and targets of held-out rows [n, …], on the CPU, to a number or numbers by name.
 
-A name may be a tuple of numbers of classes, which are shown by their names.
+A name may be a tuple of class numbers, which are shown as names.
 """
 SCORES_FIRST = (
     "scores of classes must be on axis 1, before the axes of targets, as outputs.movedim(-1, 1) "
     "puts those of a sequence"
 )
-_MOST_CONFUSED = 20  # most classes of a confusion matrix
+_MOST_CONFUSED = 20  # classes of a confusion matrix
 ALWAYS = ("accuracy", "loss")  # figures that are always measured
 # Whether a larger or a smaller number is better, for `ALWAYS` and `FIGURES`.
 BETTER: Mapping[str, Literal["larger", "smaller"]] = {
@@ -68,58 +68,58 @@ class Sums:
 Figure = Sums | FigureFunction
 
 
-def figure_of(name: str, what: object) -> Figure:
-    """Return the figure that a configuration calls `name` and describes by `what`.
+def figure_of(name: str, spec: object) -> Figure:
+    """Return the figure that a configuration names `name` and describes by `spec`.
 
-    `what` is a figure, a name of `FIGURES`, a "package.module:function", or a table with one of
-    these two as `figure` and options as other keys. InvalidValueError if it is none of these or its
-    options are wrong; ModelError if the function cannot be imported.
+    `spec` is a figure, a name in `FIGURES`, a "package.module:function", or a table with one of the
+    latter two as `figure` and options as other keys. InvalidValueError if it is none of these or
+    its options are wrong; ModelError if the function cannot be imported.
     """
-    if isinstance(what, Sums):
-        return what
-    if isinstance(what, str):
-        what = {"figure": what}
-    if not isinstance(what, Mapping):
-        if callable(what):
-            return cast(FigureFunction, what)
+    if isinstance(spec, Sums):
+        return spec
+    if isinstance(spec, str):
+        spec = {"figure": spec}
+    if not isinstance(spec, Mapping):
+        if callable(spec):
+            return cast(FigureFunction, spec)
         limit = "it must be a name, a table or a function"
-        raise InvalidValueError(f"figure {name!r} is {what!r}; {limit}")
-    options = {key: value for key, value in what.items() if key != "figure"}
-    kind, called = what.get("figure"), f"figure {name!r}"
+        raise InvalidValueError(f"figure {name!r} is {spec!r}; {limit}")
+    options = {key: value for key, value in spec.items() if key != "figure"}
+    kind, what = spec.get("figure"), f"figure {name!r}"
     if not isinstance(kind, str):
-        raise InvalidValueError(f"{called} is {dict(what)!r}; its key figure must be a name")
+        raise InvalidValueError(f"{what} is {dict(spec)!r}; its key figure must be a name")
     if kind in FIGURES:
-        return call_imported(called, FIGURES[kind], options, InvalidValueError, raised_with)
+        return call_imported(what, FIGURES[kind], options, InvalidValueError, raised_with)
     if ":" not in kind:
         hint = f"{known_names(kind, FIGURES)}, or package.module:function"
-        raise InvalidValueError(f"{called} is {kind!r}, which is unknown; {hint}")
-    function = cast(FigureFunction, import_function(called, kind, ModelError))
+        raise InvalidValueError(f"{what} is {kind!r}, which is unknown; {hint}")
+    function = cast(FigureFunction, import_function(what, kind, ModelError))
     return partial(function, **options) if options else function
 
 
-def losses(seen: Seen) -> Tensor:
-    """Return for each row its loss, and the share of its targets that count: [n, 2]."""
-    counts = seen.counts.double()
+def losses(view: Seen) -> Tensor:
+    """Return each row's loss, and the share of its targets that count: [n, 2]."""
+    counts = view.counts.double()
     shares = counts if counts.dim() == 1 else counts.flatten(1).mean(1)
-    return torch.stack([torch.where(shares > 0.0, seen.losses.double(), 0.0), shares], 1)
+    return torch.stack([torch.where(shares > 0.0, view.losses.double(), 0.0), shares], 1)
 
 
-def hits(seen: Seen) -> Tensor:
-    """Return for each row how many targets are classified right, and how many count: [n, 2].
+def hits(view: Seen) -> Tensor:
+    """Return each row's number of correctly classified targets, and of targets that count: [n, 2].
 
-    A target with a NaN among its scores is wrong.
+    A target with NaN among its scores is not classified correctly.
     """
-    scores = _classified(seen, "accuracy")
-    right = (scores.argmax(-1) == seen.targets) & ~scores.isnan().any(-1)
-    return _per_row(right[..., None], seen.counts)
+    scores = _classified(view, "accuracy")
+    is_right = (scores.argmax(-1) == view.targets) & ~scores.isnan().any(-1)
+    return _per_row(is_right[..., None], view.counts)
 
 
-def are_classes(seen: Seen) -> bool:
+def are_classes(view: Seen) -> bool:
     """Return whether targets are classes with scores, or 0 and 1 with a single score."""
-    outputs, targets = seen.outputs, seen.targets
+    outputs, targets = view.outputs, view.targets
     if not _have_scores(outputs, targets):
         return False
-    binary = (targets == 0) | (targets == 1) | ~seen.counts
+    binary = (targets == 0) | (targets == 1) | ~view.counts
     return outputs.shape[1] > 1 or bool(binary.all())
 
 
@@ -136,26 +136,26 @@ def _check_scores(outputs: Tensor, targets: Tensor, what: str) -> None:
     if not _have_scores(outputs, targets):
         axes = f"; {SCORES_FIRST}" if outputs.dim() == targets.dim() + 1 else ""
         raise InvalidValueError(
-            f"{what} needs targets that are classes, and scores of them with one axis more; "
+            f"{what} needs targets that are classes, and scores with one more axis; "
             f"targets are {targets.dtype} {list(targets.shape)} and outputs {list(outputs.shape)}"
             f"{axes}"
         )
 
 
-def _classified(seen: Seen, what: str) -> Tensor:
+def _classified(view: Seen, what: str) -> Tensor:
     """Return the scores of each target, [n, …, K] with K ≥ 2."""
-    _check_scores(seen.outputs, seen.targets, what)
-    scores = seen.outputs.movedim(1, -1)
+    _check_scores(view.outputs, view.targets, what)
+    scores = view.outputs.movedim(1, -1)
     return torch.cat([torch.zeros_like(scores), scores], -1) if scores.shape[-1] == 1 else scores
 
 
-def _classes(seen: Seen) -> Tensor:
-    """Return targets that are classes as int64, [n, …]; those that do not count as class 0."""
-    return torch.where(seen.counts, seen.targets.long(), 0)
+def _classes(view: Seen) -> Tensor:
+    """Return targets that are classes as int64, [n, …]; targets that do not count become 0."""
+    return torch.where(view.counts, view.targets.long(), 0)
 
 
 def _per_row(values: Tensor, counts: Tensor) -> Tensor:
-    """Return for each row sums over targets that count, and their number: [n, …, k] → [n, k+1]."""
+    """Return each row's sums over targets that count, and their number: [n, …, k] → [n, k+1]."""
     weights = counts.double()[..., None]
     masked = torch.where(counts[..., None], values.double(), 0.0)  # a product would keep NaN
     terms = torch.cat([masked, weights], -1)
@@ -174,7 +174,7 @@ def _mean_of(
 ) -> Sums:
     """Return the figure `then(mean)` for the mean of `of_targets`, [n, …], over targets."""
     return Sums(
-        lambda seen: _per_row(of_targets(seen)[..., None], seen.counts),
+        lambda view: _per_row(of_targets(view)[..., None], view.counts),
         lambda sums: then(_mean(sums)),
     )
 
@@ -183,39 +183,39 @@ def _top_k(k: int = 5) -> Sums:
     k = plain_numbers(k)
     check_range("k of top-k", k, "whole")
 
-    def hits(seen: Seen) -> Tensor:
-        scores = _classified(seen, "top-k")
+    def hits(view: Seen) -> Tensor:
+        scores = _classified(view, "top-k")
         if k > scores.shape[-1]:
             raise InvalidValueError(f"k of top-k is {k}; there are {scores.shape[-1]} classes")
-        right = (scores.topk(k, -1).indices == seen.targets[..., None]).any(-1)
-        return right & ~scores.isnan().any(-1)  # topk takes NaN for the largest
+        is_right = (scores.topk(k, -1).indices == view.targets[..., None]).any(-1)
+        return is_right & ~scores.isnan().any(-1)  # topk takes NaN for the largest
 
     return _mean_of(hits)
 
 
 def _perplexity() -> Sums:
-    def losses(seen: Seen) -> Tensor:
-        scores = _classified(seen, "perplexity").movedim(-1, 1)
-        return functional.cross_entropy(scores, _classes(seen), reduction="none")
+    def losses(view: Seen) -> Tensor:
+        scores = _classified(view, "perplexity").movedim(-1, 1)
+        return functional.cross_entropy(scores, _classes(view), reduction="none")
 
     return _mean_of(losses, torch.exp)
 
 
-def _errors(seen: Seen, what: str) -> Tensor:
-    # Different shapes would be broadcast, [n, 1] − [n] to [n, n].
-    if seen.outputs.shape != seen.targets.shape:
+def _errors(view: Seen, what: str) -> Tensor:
+    # torch would broadcast different shapes, such as [n, 1] − [n] to [n, n].
+    if view.outputs.shape != view.targets.shape:
         raise InvalidValueError(
-            f"{what} needs outputs like targets; outputs are {list(seen.outputs.shape)} and "
-            f"targets {list(seen.targets.shape)}"
+            f"{what} needs outputs like targets; outputs are {list(view.outputs.shape)} and "
+            f"targets {list(view.targets.shape)}"
         )
-    return seen.outputs.double() - seen.targets.double()
+    return view.outputs.double() - view.targets.double()
 
 
 def _r2() -> Sums:
     """Return R² = 1 − Σ (output − target)²/Σ (target − mean)², averaged over columns of targets."""
 
-    def sums_of(seen: Seen) -> Tensor:
-        errors, y = _errors(seen, "r2"), seen.targets.double()
+    def sums_of(view: Seen) -> Tensor:
+        errors, y = _errors(view, "r2"), view.targets.double()
         errors, y = (t.reshape(len(t), -1) for t in (errors, y))
         return torch.cat([errors.square(), y, y.square(), torch.ones_like(y[:, :1])], 1)
 
@@ -229,10 +229,10 @@ def _r2() -> Sums:
 def _of_classes(
     name: str, value: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Callable[..., Sums]:
-    """Return a factory of figures that are the mean of `value` over classes, or that of one class.
+    """Return a factory of figures: the mean of `value` over classes, or its value for one class.
 
-    The arguments of `value`, each [U, K], say how often each class was predicted rightly, predicted
-    and true.
+    The arguments of `value`, each [U, K], count by class the correct predictions, all predictions
+    and the targets.
     """
 
     def make(label: int | None = None) -> Sums:
@@ -240,15 +240,15 @@ def _of_classes(
         if label is not None and label != 0 and not is_whole(label):
             raise InvalidValueError(f"label of {name} is {label!r}; it must be a class, from 0")
 
-        def of_rows(seen: Seen) -> Tensor:
-            scores = _classified(seen, name)
+        def of_rows(view: Seen) -> Tensor:
+            scores = _classified(view, name)
             count = scores.shape[-1]
             if label is not None and label >= count:
                 raise InvalidValueError(f"label of {name} is {label}; there are {count} classes")
-            true = functional.one_hot(_classes(seen), count).bool()
-            predicted = functional.one_hot(scores.argmax(-1), count).bool()
-            predicted &= ~scores.isnan().any(-1, keepdim=True)
-            return _per_row(torch.cat([true & predicted, predicted, true], -1), seen.counts)
+            labels = functional.one_hot(_classes(view), count).bool()
+            guesses = functional.one_hot(scores.argmax(-1), count).bool()
+            guesses &= ~scores.isnan().any(-1, keepdim=True)
+            return _per_row(torch.cat([labels & guesses, guesses, labels], -1), view.counts)
 
         def finish(sums: Tensor) -> Tensor:
             values = value(*sums[:, :-1].chunk(3, 1))
@@ -260,27 +260,27 @@ def _of_classes(
 
 
 def _share(part: Tensor, whole: Tensor, exists: Tensor) -> Tensor:
-    """Return part/whole; 0 where whole is 0, and NaN where the class does not exist."""
+    """Return part/whole; 0 if whole is 0, and NaN if the class does not exist."""
     return torch.where(exists > 0.0, part / whole.clamp(min=1.0), torch.nan)
 
 
 def _calibration_error(bins: int = 15) -> Sums:
     """Return the expected calibration error of Guo et al. 2017, equation 3.
 
-    Bin m of M holds the targets with a largest probability in ((m − 1)/M, m/M]. The error is the
-    sum over bins of |number of right predictions − Σ largest probabilities|, divided by the number
-    of targets.
+    Bin m of M holds the targets whose largest probability is in ((m − 1)/M, m/M]. The error is the
+    sum over bins of |number of correct predictions − Σ largest probabilities|, divided by the
+    number of targets.
     """
     bins = plain_numbers(bins)
     check_range("bins of calibration-error", bins, "whole")
 
-    def gaps(seen: Seen) -> Tensor:
-        probabilities = _classified(seen, "calibration-error").double().softmax(-1)
+    def gaps(view: Seen) -> Tensor:
+        probabilities = _classified(view, "calibration-error").double().softmax(-1)
         confidence, predicted = probabilities.max(-1)
         places = (confidence * bins).ceil().long().clamp(1, bins) - 1
-        gap = (predicted == seen.targets).double() - confidence
+        gap = (predicted == view.targets).double() - confidence
         in_bin = functional.one_hot(places, bins).bool()
-        return _per_row(torch.where(in_bin, gap[..., None], 0.0), seen.counts)
+        return _per_row(torch.where(in_bin, gap[..., None], 0.0), view.counts)
 
     return Sums(gaps, lambda sums: sums[:, :-1].abs().sum(1) / sums[:, -1])
 
@@ -288,9 +288,8 @@ def _calibration_error(bins: int = 15) -> Sums:
 def _auc(outputs: Tensor, targets: Tensor) -> float:
     """Return the area under the receiver operating characteristic.
 
-    Targets are 0 and 1 with scores [n], [n, 1] or [n, 2]. With more classes it is the mean area of
-    one class against the rest, by its probability, over classes that some rows have and others do
-    not.
+    Targets are 0 and 1 with scores [n], [n, 1] or [n, 2]. With more classes it is the mean, over
+    classes that some but not all rows have, of the area for a class's probability against the rest.
     """
     outputs, classes = outputs.double(), targets.long().flatten()
     if outputs.dim() == targets.dim() + 1 and outputs.shape[1] == 1:
@@ -314,7 +313,7 @@ def _auc(outputs: Tensor, targets: Tensor) -> float:
 
 
 def _area(scores: Tensor, positive: Tensor) -> float:
-    """Return the share of pairs of a positive and a negative row in order; ties count half.
+    """Return the share of pairs of a positive and a negative row in the right order; ties are ½.
 
     It is (R − n₁(n₁ + 1)/2)/(n₁·n₀), with R the sum of the ranks of positives (Hanley & McNeil
     1982); NaN if there are no pairs or a score is NaN.
@@ -329,14 +328,14 @@ def _area(scores: Tensor, positive: Tensor) -> float:
 
 
 def class_name(number: int, classes: Sequence[str]) -> str:
-    """Return the name of a class among `classes`, "class 3" if it is empty, "3" without any."""
+    """Return a class's name in `classes`, "class 3" if the name is empty, "3" without names."""
     if not classes:
         return str(number)
     return (classes[number] if 0 <= number < len(classes) else "") or f"class {number}"
 
 
 def _confusion() -> FigureFunction:
-    """Return how many targets of each class are taken for each class: "2 as 3" is their number."""
+    """Return the number of targets of each class that are predicted as each class, as "2 as 3"."""
 
     def confusion(outputs: Tensor, targets: Tensor) -> dict[str | tuple[int, ...], float]:
         _check_scores(outputs, targets, "confusion")
@@ -344,11 +343,11 @@ def _confusion() -> FigureFunction:
         single, count = scores.shape[-1] == 1, max(2, scores.shape[-1])
         if count > _MOST_CONFUSED:
             raise InvalidValueError(
-                f"confusion is asked for and there are {count} classes; {_MOST_CONFUSED} at most"
+                f"confusion has {count} classes; there must be at most {_MOST_CONFUSED}"
             )
-        chosen = (scores[:, 0] > 0.0).long() if single else scores.argmax(-1)
-        pairs = torch.bincount(targets.flatten().long() * count + chosen, minlength=count**2)
-        names = ((true, taken) for true in range(count) for taken in range(count))
+        guesses = (scores[:, 0] > 0.0).long() if single else scores.argmax(-1)
+        pairs = torch.bincount(targets.flatten().long() * count + guesses, minlength=count**2)
+        names = ((label, guess) for label in range(count) for guess in range(count))
         return dict(zip(names, pairs.tolist(), strict=True))
 
     return confusion
@@ -357,23 +356,23 @@ def _confusion() -> FigureFunction:
 FIGURES: Mapping[str, Callable[..., Figure]] = {
     "auc": lambda: _auc,
     "balanced-accuracy": partial(
-        _of_classes("balanced-accuracy", lambda right, _, true: _share(right, true, true)), None
+        _of_classes("balanced-accuracy", lambda hit, _, labels: _share(hit, labels, labels)), None
     ),
     "calibration-error": _calibration_error,
     "confusion": _confusion,
     "f1": _of_classes(
-        "f1", lambda right, guessed, true: _share(2 * right, guessed + true, guessed + true)
+        "f1", lambda hit, guesses, labels: _share(2 * hit, guesses + labels, guesses + labels)
     ),
-    "mae": lambda: _mean_of(lambda seen: _errors(seen, "mae").abs()),
+    "mae": lambda: _mean_of(lambda view: _errors(view, "mae").abs()),
     "perplexity": _perplexity,
     "precision": _of_classes(
-        "precision", lambda right, guessed, true: _share(right, guessed, guessed + true)
+        "precision", lambda hit, guesses, labels: _share(hit, guesses, guesses + labels)
     ),
     "r2": _r2,
     "recall": _of_classes(
-        "recall", lambda right, guessed, true: _share(right, true, guessed + true)
+        "recall", lambda hit, guesses, labels: _share(hit, labels, guesses + labels)
     ),
-    "rmse": lambda: _mean_of(lambda seen: _errors(seen, "rmse").square(), torch.sqrt),
+    "rmse": lambda: _mean_of(lambda view: _errors(view, "rmse").square(), torch.sqrt),
     "top-k": _top_k,
 }
 
@@ -387,9 +386,9 @@ class Collected:
     owners: Tensor  # [n], numbers of users
 
     @classmethod
-    def of(cls, seen: Seen, owners: Tensor) -> Self:
-        """Collect rows [n]; every target that is a class becomes a row of its own."""
-        outputs, targets, counts = (t.cpu() for t in seen[:3])
+    def of(cls, view: Seen, owners: Tensor) -> Self:
+        """Collect rows [n]; every target that is a class becomes a separate row."""
+        outputs, targets, counts = (t.cpu() for t in view[:3])
         owners = owners.cpu()
         if not targets.dtype.is_floating_point and targets.dim() > 0:
             if outputs.dim() == targets.dim() + 1:
@@ -409,24 +408,24 @@ class Collected:
     def values(self, function: FigureFunction, classes: Sequence[str] = ()) -> dict[str, float]:
         """Return a figure of all rows under the name "", or its numbers by name.
 
-        Without rows it is NaN. Errors of the function pass. `classes` are as for `class_name`.
+        Without rows it is NaN. Errors of the function propagate. `classes` are as for `class_name`.
         """
         value = function(self.outputs, self.targets) if len(self.targets) else math.nan
         numbers = value if isinstance(value, Mapping) else {"": value}
         return {
-            " as ".join(class_name(each, classes) for each in name)
+            " as ".join(class_name(label, classes) for label in name)
             if isinstance(name, tuple)
             else str(name): float(number)
             for name, number in numbers.items()
         }
 
     def by_user(self, function: FigureFunction, users: int) -> npt.NDArray[np.float64]:
-        """Return a figure of each user's rows, [U]; NaN where it cannot be computed."""
+        """Return a figure of each user's rows, [U]; NaN if it cannot be computed."""
         order = torch.argsort(self.owners, stable=True)
         sizes = torch.bincount(self.owners, minlength=users).tolist()
         values = np.full(users, math.nan)
         for user, rows in enumerate(torch.split(order, sizes)):
-            # A figure may need more than one user has, such as rows of both classes.
+            # A figure may need more than a user has, such as rows of both classes.
             with suppress(Exception):
                 user_rows = Collected(self.outputs[rows], self.targets[rows], self.owners[rows])
                 values[user] = user_rows.values(function)[""]
@@ -434,7 +433,7 @@ class Collected:
 
 
 def spread_over_users(values: npt.NDArray[np.float64]) -> dict[str, float]:
-    """Return statistics of a figure, [U], over the users for whom it is not NaN.
+    """Return statistics of a figure, [U], over the users with a value other than NaN.
 
     They are the number of `users`, the `mean`, and the quantiles 10%, 50% and 90%, interpolated
     linearly (`q10`, `q50`, `q90`).

@@ -1,4 +1,4 @@
-"""Metrics that users report next to updates: names, bounds, and how rows of a user give them."""
+"""Metrics that users report next to updates: names, bounds, and computation from users' rows."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,15 +23,15 @@ _UPWARD = 1.0 + 2.0**-50  # covers the rounding of a root, for radii that vector
 
 
 def metric(name: str, **numbers: float | Sequence[float]) -> Metric:
-    """Return a metric with the bounds that follow from a few numbers.
+    """Return a metric with bounds that follow from a few numbers.
 
     | name               | a user's vector, and the numbers that bound it                       |
     | ------------------ | -------------------------------------------------------------------- |
     | loss               | mean loss, at most `bound`, which also stands for NaN and infinity   |
-    | accuracy           | share of its examples, and positions in them, of the right class     |
+    | accuracy           | share of its examples, and positions in them, classified correctly   |
     | examples           | number of its examples, at most `cap`                                |
     | label-counts       | examples of each of `classes`; `bound` on the L2 norm                |
-    | update-norms:GROUP | per one of `thresholds`, 1 if the group's norm before clipping is    |
+    | update-norms:GROUP | for each of `thresholds`, 1 if the group's norm before clipping is   |
     |                    | not above it, else 0                                                 |
     | batch-norm         | distances of normalised inputs from their running statistics;        |
     |                    | `channels` of all layers together; `bound` on the L2 norm            |
@@ -66,12 +66,12 @@ def _is_own(name: str) -> bool:
 
 
 def _check_number(name: str, number: str, value: object) -> None:
-    several = number in ("shape", "thresholds")
-    if several and not isinstance(value, list | tuple):
+    is_list = number in ("shape", "thresholds")
+    if is_list and not isinstance(value, list | tuple):
         raise InvalidValueError(f"{number} of metric {name!r} is {value!r}; it must be a list")
-    whole = number in ("channels", "classes", "shape")
-    legal = "whole" if whole else "(-inf, inf)" if number == "centre" else "(0, inf)"
-    for element in cast(Sequence[float], value) if several else [value]:
+    is_whole = number in ("channels", "classes", "shape")
+    legal = "whole" if is_whole else "(-inf, inf)" if number == "centre" else "(0, inf)"
+    for element in cast(Sequence[float], value) if is_list else [value]:
         check_range(f"{number} of metric {name!r}", element, legal)
 
 
@@ -90,7 +90,7 @@ def _own_metric(name: str, radius: float, centre: float = 0.0, shape: Sequence[i
 
 
 def group_of(name: str) -> str:
-    """Return the vector group whose update norms a metric measures; "" if it measures examples."""
+    """Return the vector group whose update norms a metric measures; "" for metrics of examples."""
     kind, _, group = name.partition(":")
     return group if kind == _UPDATE_NORMS else ""
 
@@ -114,7 +114,7 @@ def sums_of(metric: Metric, task_metrics: Mapping[str, MetricFunction]) -> Sums 
 
 
 def _factory(name: str) -> Callable[..., Metric]:
-    """Return the function that makes a metric of its name and numbers."""
+    """Return the function that makes a metric from its name and numbers."""
     if group_of(name):
         return _norm_indicators
     if name in _OF_EXAMPLES:
@@ -126,7 +126,7 @@ def _factory(name: str) -> Callable[..., Metric]:
 def _in_ball(of_rows: Callable[[Seen], Tensor]) -> Callable[[Metric], Sums]:
     """Return sums for a mean within centre ± radius; NaN and ∞ become the upper end.
 
-    For a user without targets the mean is NaN, and the user contributes nothing.
+    A user without targets has a mean of NaN, and contributes nothing.
     """
 
     def sums(metric: Metric) -> Sums:
@@ -143,42 +143,42 @@ def _in_ball(of_rows: Callable[[Seen], Tensor]) -> Callable[[Metric], Sums]:
 
 
 def _examples(metric: Metric) -> Sums:
-    message = f"metric 'examples' has options {metric.options}; there must be one, the cap"
+    message = f"metric 'examples' has options {metric.options}; it must have one, the cap"
     require(len(metric.options) == 1, message)
 
-    def one(seen: Seen) -> Tensor:
-        return torch.ones((len(seen.targets), 1), dtype=torch.float64, device=seen.targets.device)
+    def ones(view: Seen) -> Tensor:
+        return torch.ones((len(view.targets), 1), dtype=torch.float64, device=view.targets.device)
 
-    return Sums(one, lambda sums: sums[:, 0].clamp(max=metric.options[0]))
+    return Sums(ones, lambda sums: sums[:, 0].clamp(max=metric.options[0]))
 
 
 def _label_counts(metric: Metric) -> Sums:
-    def classes(seen: Seen) -> Tensor:
-        if seen.targets.dtype.is_floating_point:
+    def classes(view: Seen) -> Tensor:
+        if view.targets.dtype.is_floating_point:
             raise InvalidValueError(
-                f"metric 'label-counts' has targets of {seen.targets.dtype}; they must be classes, "
-                "integers"
+                f"metric 'label-counts' has targets of {view.targets.dtype}; they must be classes, "
+                "as integers"
             )
-        targets = seen.targets.reshape(len(seen.targets), -1, 1)
-        # A comparison ignores a target that is no class; as an index it would raise, and on a GPU
-        # end the process.
+        targets = view.targets.reshape(len(view.targets), -1, 1)
+        # A comparison ignores a target that is not a class; as an index it would raise, and on a
+        # GPU end the process.
         is_class = targets == torch.arange(metric.shape[0], device=targets.device)
-        return (is_class & seen.counts.view_as(targets)).double().sum(1)
+        return (is_class & view.counts.view_as(targets)).double().sum(1)
 
     return Sums(classes, lambda sums: sums)
 
 
 def _batch_norm(metric: Metric) -> Sums:
-    def moments(seen: Seen) -> Tensor:
+    def moments(view: Seen) -> Tensor:
         message = "metric 'batch-norm' needs a model with batch normalisation"
-        require(bool(seen.moments), message)
-        for layer, calls in seen.moments.items():
+        require(bool(view.moments), message)
+        for layer, calls in view.moments.items():
             if len(calls) != 1:
                 raise InvalidValueError(
                     f"metric 'batch-norm' needs layers that are called once in a forward pass; "
                     f"{layer!r} is called {len(calls)} times"
                 )
-        return torch.cat([calls[0] for calls in seen.moments.values()], 1)
+        return torch.cat([calls[0] for calls in view.moments.values()], 1)
 
     return _mean_over(moments, metric)
 
@@ -186,27 +186,27 @@ def _batch_norm(metric: Metric) -> Sums:
 def _of_function(function: MetricFunction, metric: Metric) -> Sums:
     """Return sums for a task's own metric: its mean over examples with a target that counts."""
 
-    def values(seen: Seen) -> Tensor:
-        return function(seen.outputs, seen.targets)
+    def values(view: Seen) -> Tensor:
+        return function(view.outputs, view.targets)
 
-    return _mean_over(values, metric, lambda seen: seen.counts.reshape(len(seen.counts), -1).any(1))
+    return _mean_over(values, metric, lambda view: view.counts.reshape(len(view.counts), -1).any(1))
 
 
 def _mean_over(
     vectors: Callable[[Seen], Tensor],
     metric: Metric,
-    weigh: Callable[[Seen], Tensor] = lambda seen: torch.ones_like(seen.losses, dtype=torch.bool),
+    weigh: Callable[[Seen], Tensor] = lambda view: torch.ones_like(view.losses, dtype=torch.bool),
 ) -> Sums:
     """Return sums for the mean of vectors [n, *shape] over the rows that `weigh` counts."""
 
-    def of_rows(seen: Seen) -> Tensor:
-        values, expected = vectors(seen), (len(seen.targets), *metric.shape)
+    def of_rows(view: Seen) -> Tensor:
+        values, expected = vectors(view), (len(view.targets), *metric.shape)
         if values.shape != expected:
             raise InvalidValueError(
                 f"metric {metric.name!r} gives shape {list(values.shape)} for {expected[0]} "
                 f"examples; it must be {list(expected)}"
             )
-        counts = weigh(seen)[:, None]
+        counts = weigh(view)[:, None]
         # A product with zero would keep NaN.
         masked = torch.where(counts, values.double().reshape(len(values), -1), 0.0)
         return torch.cat([masked, counts.double()], 1)
@@ -233,4 +233,4 @@ _OF_EXAMPLES: Mapping[str, tuple[Callable[..., Metric], Callable[[Metric], Sums]
         _batch_norm,
     ),
 }
-"""How a metric of examples is made from its name and the numbers of `metric`, and its sums."""
+"""Functions from names and numbers to metrics of examples, and from metrics to sums."""

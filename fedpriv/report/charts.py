@@ -1,7 +1,7 @@
 """Charts and pages.
 
 One declaration of a chart gives an interactive chart on a page, and a PNG or SVG file. A page is
-text, tables and charts as one HTML file that opens without a network.
+text, tables and charts in one HTML file that opens without a network.
 """
 
 import base64
@@ -32,8 +32,8 @@ from fedpriv.support.disk import write_atomically
 # distinguish lines without colour, as in print.
 COLOURS = ("#3a86c8", "#d9622b", "#1a9a72", "#c973a6", "#c98a00", "#8a74c9", "#2aa3b8", "#8a8a8a")
 _SHAPES = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "triangle-left")
-_MARKERS = 20  # on a line, at most
-_POINTS = 2_000  # of a series, about; a page could not show more, and would grow with them
+_MARKERS = 20  # most markers on a line
+_POINTS = 2_000  # approximate limit of a series; a page could not show more, and would grow
 _BREAK = 40  # characters of an axis title that fit on a phone
 _SIZE = (600, 300)  # of the plot in a file, in pixels at 96 per inch
 # Width of the legend, since Vega computes the width of the plot too late.
@@ -61,7 +61,7 @@ class Axis:
 
     @property
     def title(self) -> str:
-        """The quantity with its unit, if it has one."""
+        """The quantity with its unit, if any."""
         return f"{self.name} ({self.unit})" if self.unit else self.name
 
 
@@ -153,7 +153,7 @@ def save(chart: Chart, folder: Path, formats: Iterable[str] = ("png", "svg")) ->
 
     The same chart always gives the same bytes.
     """
-    # Altair would check and draw the chart for each format; the PNG is made of the SVG.
+    # Altair would check and draw the chart for each format; the PNG is made from the SVG.
     svg = vl_convert.vegalite_to_svg(figure(chart).to_dict(validate=False))
     paths = [folder / f"{chart.name}.{suffix}" for suffix in formats]
     for path in paths:
@@ -170,7 +170,7 @@ def save_all(charts: Iterable[Chart], folder: Path) -> list[Path]:
 
 def embedded(chart: Chart) -> dict[str, Any]:
     """Return a chart as Vega-Lite for a page: as wide as its container, with zoom and tooltips."""
-    chosen = alt.selection_point(name="chosen", fields=["series"], bind="legend")
+    selection = alt.selection_point(name="chosen", fields=["series"], bind="legend")
     # Without shift the wheel scrolls the page; pointer events would keep a phone from scrolling.
     zoom = alt.selection_interval(
         name="moved",
@@ -178,19 +178,19 @@ def embedded(chart: Chart) -> dict[str, Any]:
         translate="[mousedown, window:mouseup] > window:mousemove!",
         zoom="wheel![event.shiftKey]",
     )
-    opacity = alt.when(chosen).then(alt.value(1.0)).otherwise(alt.value(0.1))
+    opacity = alt.when(selection).then(alt.value(1.0)).otherwise(alt.value(0.1))
     tips = [alt.Tooltip("series:N")]
     for name, axis in (("x", chart.x), ("y", chart.y)):
         tips.append(alt.Tooltip(f"{name}:Q", title=axis.title, format=".4~g"))
     if any(series.low for series in chart.series):
         tips += [alt.Tooltip(f"{end}:Q", format=".4~g") for end in ("low", "high")]
     base, _ = _encoded(chart)
-    # Points are too small to hit, so tooltips belong to larger invisible ones.
+    # Points are too small to hit, so larger invisible points have the tooltips.
     targets = base.mark_point(size=200, filled=True, opacity=0, clip=True).encode(tooltip=tips)
     layers = [layer.encode(opacity=opacity) for layer in _layers(chart, clip=True)]
     embedding = alt.LayerChart(
         data=_rows(chart),
-        layer=[*layers, targets.add_params(chosen, zoom)],
+        layer=[*layers, targets.add_params(selection, zoom)],
         config=_style(),
         width="container",
         height=_SIZE[1],
@@ -198,7 +198,7 @@ def embedded(chart: Chart) -> dict[str, Any]:
         background="transparent",
         description=f"{chart.title}. {chart.caption}",
     )
-    return embedding.to_dict(validate=False)  # a check would take longer than everything else
+    return embedding.to_dict(validate=False)  # validation would take longer than all the rest
 
 
 @cache
@@ -218,7 +218,7 @@ def _layers(chart: Chart, *, clip: bool) -> list[alt.Chart]:
         "joined": base.mark_line(strokeWidth=2, clip=clip).encode(strokeDash=dash),
         "marked": points.encode(shape=shape),
     }
-    # Vega would warn of a layer without data.
+    # Vega warns about layers without data.
     keys = {key for row in _rows(chart).values for key in row}
     return [mark.transform_filter(f"datum.{key}") for key, mark in marks.items() if key in keys]
 
@@ -250,11 +250,11 @@ def _encoded(chart: Chart) -> tuple[alt.Chart, alt.Shape]:
 def _rows(chart: Chart) -> alt.InlineData:
     """Return a row for each point that is shown, with the names of the marks that show it.
 
-    Of a series of more than `_POINTS`, points are left out at equal distances.
+    A series of more than `_POINTS` points is thinned out evenly.
     """
     rows = []
     for series in chart.series:
-        spacing, step = (math.ceil(len(series.x) / most) for most in (_MARKERS, _POINTS))
+        spacing, step = (math.ceil(len(series.x) / limit) for limit in (_MARKERS, _POINTS))
         for index, (x, y) in enumerate(zip(series.x, series.y, strict=True)):
             if index % step and index % spacing and index < len(series.x) - 1:
                 continue
@@ -299,7 +299,7 @@ def _axis_options(axis: Axis, name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Card:
-    """A number that a reader looks for first, and a note on it."""
+    """A number that readers look for first, and a note on it."""
 
     name: str
     value: str
@@ -313,7 +313,7 @@ class PageSection:
     name: str  # identifies it in the page; letters and hyphens
     title: str
     paragraphs: Sequence[str] = ()
-    answers: int = 0  # this number of first paragraphs is the main result, in larger type
+    answers: int = 0  # number of first paragraphs that are the main result, in larger type
     warnings: Sequence[str] = ()
     first: Sequence[Chart] = ()  # charts above the main result
     cards: Sequence[Card] = ()
@@ -324,7 +324,7 @@ class PageSection:
 
     @property
     def empty(self) -> bool:
-        """Whether it has only a heading."""
+        """True if it has only a heading."""
         text = (self.paragraphs, self.warnings, self.cards, self.tables, self.terms)
         content = (*text, self.first, self.charts, self.listing)
         return not any(content)
@@ -342,7 +342,7 @@ class Page:
 def render(page: Page) -> str:
     """Return an HTML page with everything it needs inside.
 
-    Guarantees: the content is always escaped; browsers run no script but the two whose hashes the
+    Guarantees: the content is always escaped; browsers run only the two scripts whose hashes the
     page names, and open no connection (Content Security Policy).
     """
     environment = Environment(
@@ -375,7 +375,7 @@ def render(page: Page) -> str:
 def write_page(text: str, path: Path) -> None:
     """Write a page atomically; InvalidValueError if it would replace a file that is not HTML."""
     if path.exists() and not _begins_as_page(path):
-        raise InvalidValueError(f"{path} exists already and is no HTML; it is not overwritten")
+        raise InvalidValueError(f"{path} exists already and is not HTML; it is not overwritten")
     write_atomically(path, text.encode())
 
 

@@ -1,4 +1,4 @@
-"""The meaning of a ledger's ε: in words, and as the errors of tests."""
+"""The meaning of a ledger's ε: in words, and as errors of tests."""
 
 import csv
 import math
@@ -52,14 +52,14 @@ def warnings(delta: float, ledger: LedgerContent) -> list[str]:
 
 
 def about_releases(ledger: LedgerContent) -> list[str]:
-    """Return warnings about what a ledger paid for, whatever δ is."""
+    """Return warnings about a ledger's releases that do not depend on δ."""
     seeded = weakest_randomness(ledger.charges) is Randomness.SEEDED
     about_seed = [texts()["warnings"]["seeded"]] if seeded else []
     return [*about_projection(ledger), *about_seed]
 
 
 def about_projection(ledger: LedgerContent) -> list[str]:
-    """Return a warning if the ledger is of a simulation that stands for a larger population."""
+    """Return a warning if the ledger is of a simulation that represents a larger population."""
     if (larger := projection_of(ledger)) is None:
         return []
     words: dict[str, object] = {"as_if": larger.population, "enrolled": users_of(ledger)}
@@ -68,17 +68,17 @@ def about_projection(ledger: LedgerContent) -> list[str]:
 
 
 def projection_of(ledger: LedgerContent) -> Projection | None:
-    """Return the larger population that the users of a ledger stand for, or None."""
+    """Return the larger population that a ledger's users represent, or None."""
     return next((row.event.sampling.projection for row in ledger.charges), None)
 
 
-def with_warnings(chart: Chart, told: Sequence[str]) -> Chart:
+def with_warnings(chart: Chart, sentences: Sequence[str]) -> Chart:
     """Return a chart for use outside a page, with warnings in its caption."""
-    return replace(chart, caption=" ".join([chart.caption, *told]))
+    return replace(chart, caption=" ".join([chart.caption, *sentences]))
 
 
 def large_delta(delta: float, ledger: LedgerContent) -> list[str]:
-    """Return a warning if δ ≥ 1/N, which allows for a breach."""
+    """Return a warning if δ ≥ 1/N, which allows a breach."""
     text, users = texts()["warnings"]["delta"], users_of(ledger)
     if not users or delta < 1.0 / users:
         return []
@@ -115,7 +115,7 @@ def terms_section(
 def loss_of(record: RunRecord, *, projected: bool = False) -> PrivacyLoss | None:
     """Return the cost of all charges of a run's ledger, by the plan's accountant; None if empty.
 
-    If `projected`, that for the larger population that the users stand for, if there is one.
+    If `projected`, it is the cost for the larger population that the users represent, if any.
     """
     events = merge_equal(record.ledger.events)
     if projected:
@@ -124,7 +124,7 @@ def loss_of(record: RunRecord, *, projected: bool = False) -> PrivacyLoss | None
 
 
 def privacy_sections(record: RunRecord, by_round: Sequence[Chart]) -> list[PageSection]:
-    """Return ε by round and by every accountant, and what an attacker can tell."""
+    """Return sections on ε by round and by accountant, and on the power of attackers."""
     ledger, unit = record.ledger, unit_of(record.ledger)
     if not ledger.charges:
         note = "Nothing was charged, so nothing was released: ε = 0."
@@ -138,16 +138,16 @@ def privacy_sections(record: RunRecord, by_round: Sequence[Chart]) -> list[PageS
     columns = [Column("accountant", "text"), Column("what ε is", "text")]
     table = Table(caption, [*columns, Column("ε, lower end"), Column("ε")], rows)
     section = PageSection("epsilon", "ε by round", tables=[table], charts=by_round)
-    # After an early end the ledger is no bound on what an attacker can tell.
+    # After an early end, the ledger does not bound what an attacker can tell.
     if record.early_epsilon is not None or math.isinf(losses[0].epsilon):
         return [section]
-    off = trade_off(ledger.events, losses[0].accountant)
-    risks, chart = risks_of(off), _trade_off_chart(off, unit)
-    tell = "What an attacker can tell"
+    curve = trade_off(ledger.events, losses[0].accountant)
+    risks, chart = risks_of(curve), _trade_off_chart(curve, unit)
+    title = "What an attacker can tell"
     powers = [_powers(risks, unit)]
     return [
         section,
-        PageSection(chart.name, tell, [risks.text(unit)], tables=powers, charts=[chart]),
+        PageSection(chart.name, title, [risks.text(unit)], tables=powers, charts=[chart]),
     ]
 
 
@@ -161,26 +161,26 @@ def _powers(risks: Risks, unit: Unit) -> Table:
     return Table(caption, [*map(Column, names)], rows)
 
 
-def _trade_off_chart(off: TradeOff, unit: Unit) -> Chart:
-    x, misses, gaussian, _ = zip(*_trade_off_rows(off), strict=True)
-    series = [Series(f"the ledger, by {off.accountant}", x, misses)]
-    series.append(Series(risks_of(off).gaussian, x, gaussian, dashed=True))
+def _trade_off_chart(curve: TradeOff, unit: Unit) -> Chart:
+    x, misses, gaussian, _ = zip(*_trade_off_rows(curve), strict=True)
+    series = [Series(f"the ledger, by {curve.accountant}", x, misses)]
+    series.append(Series(risks_of(curve).gaussian, x, gaussian, dashed=True))
     guessing = "perfect privacy: guessing"
     series.append(Series(guessing, [0.0, 1.0], [1.0, 0.0], dashed=True, marked=False, colour=7))
-    # The caption has one point, a lower bound, which is rounded down.
-    percent = math.floor(1000 * float(off.type_two(_FALSE_ALARMS))) / 10
+    # The caption states one point, a lower bound, which is rounded down.
+    percent = math.floor(1000 * float(curve.type_two(_FALSE_ALARMS))) / 10
     words = {"false_alarms": _FALSE_ALARMS, "misses": percent}
     return declared("trade-off", series, words | unit_words(unit))
 
 
-def _trade_off_rows(off: TradeOff) -> list[list[float]]:
+def _trade_off_rows(curve: TradeOff) -> list[list[float]]:
     """Return type I errors, and the type II errors of the ledger, of G_μ and of guessing."""
     # Even steps of the normal quantile show both ends of the curve, where it is steep.
     inner = ndtr(np.linspace(-_WIDEST, _WIDEST, _ERRORS - 2))
     type_one = np.concatenate([[0.0], inner, [1.0]])
-    # A larger μ has no other curve that anyone could see.
-    gaussian = gaussian_trade_off(type_one, min(risks_of(off).mu, 1e3))
-    errors = type_one, off.type_two(type_one), gaussian, 1.0 - type_one
+    # The curve of a larger μ looks the same.
+    gaussian = gaussian_trade_off(type_one, min(risks_of(curve).mu, 1e3))
+    errors = type_one, curve.type_two(type_one), gaussian, 1.0 - type_one
     return [[*map(float, row)] for row in np.column_stack(errors)]
 
 
@@ -190,13 +190,13 @@ def write_trade_off(ledger: LedgerContent, folder: Path) -> list[Path]:
     The column `type_two` is a lower bound; `type_two_gaussian` belongs to G_μ.
     """
     best, *_ = losses_of(ledger, default_delta([ledger]))
-    off, table = trade_off(ledger.events, best.accountant), folder / "trade_off.csv"
-    chart = with_warnings(_trade_off_chart(off, unit_of(ledger)), about_releases(ledger))
+    curve, table = trade_off(ledger.events, best.accountant), folder / "trade_off.csv"
+    chart = with_warnings(_trade_off_chart(curve, unit_of(ledger)), about_releases(ledger))
     chart = replace(chart, name=table.stem, title=f"{ledger.population}: {chart.title}")
     files = save_all([chart], folder)
     with table.open("w", newline="", encoding="utf-8") as stream:
         names = ("type_one", "type_two", "type_two_gaussian", "type_two_perfect")
-        csv.writer(stream).writerows([names, *_trade_off_rows(off)])
+        csv.writer(stream).writerows([names, *_trade_off_rows(curve)])
     return [*files, table]
 
 
@@ -216,18 +216,18 @@ def _sampling(ledger: LedgerContent) -> str:
     events = [row.event.sampling for row in ledger.charges]
     parts = []
     for policy in dict.fromkeys(event.policy for event in events):
-        of_policy = [event for event in events if event.policy is policy]
-        schedules = [event.schedule for event in of_policy if event.schedule is not None]
-        examples = {event.examples_per_user for event in of_policy if event.examples_per_user}
+        selected = [event for event in events if event.policy is policy]
+        schedules = [event.schedule for event in selected if event.schedule is not None]
+        examples = {event.examples_per_user for event in selected if event.examples_per_user}
         numbers: dict[str, set[float] | set[int]] = {
-            "q": {event.sampling_probability for event in of_policy},
-            "m": {round(event.expected_cohort_size) for event in of_policy},
+            "q": {event.sampling_probability for event in selected},
+            "m": {round(event.expected_cohort_size) for event in selected},
             "n": {schedule.rounds for schedule in schedules},
             "k": {schedule.participations for schedule in schedules} | examples,
             "b": {schedule.separation for schedule in schedules},
         }
         words = {name: _range(values) for name, values in numbers.items() if values}
-        unit, users = of_policy[0].unit, _range({event.population for event in of_policy})
+        unit, users = selected[0].unit, _range({event.population for event in selected})
         draw = texts()["policies"][policy].format(unit=unit, **words)
         parts.append(f"{policy}: {draw}; N = {users} {plural(unit)} are enrolled")
     secret = {event.policy for event in events} - _PUBLIC_POLICIES

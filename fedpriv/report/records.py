@@ -23,11 +23,11 @@ class SimulationOnlyRound:
     """Exact figures of one round of a simulation; publishing one breaks the users' guarantee."""
 
     round: int  # from 1
-    # By vector group, mean norm of updates before clipping, in units of the clipping norm.
+    # Mean norm of updates before clipping, in units of the clipping norm, by vector group.
     simulation_only_group_norms: Figures = field(default_factory=dict)
     simulation_only_update_norms: Figures = field(default_factory=dict)  # mean L2 norm by layer
     simulation_only_clipped: Figures = field(default_factory=dict)  # share of users by group
-    # By layer, norm of the clipped sum over the root mean square norm of its noise.
+    # Norm of the clipped sum over the root mean square norm of its noise, by layer.
     simulation_only_signal_to_noise: Figures = field(default_factory=dict)
     attempt: int = 0
 
@@ -45,29 +45,29 @@ class Verification:
 class RunEnd:
     """The end of a run: its reason, last round and results.
 
-    Accuracy, mean loss and figures are those of the last model on the held-out rows, if there are
-    any. They are not private releases, and the guarantee does not cover these rows.
+    Accuracy, mean loss and figures are those of the last model on the held-out rows, if any. They
+    are not private releases, and the guarantee does not cover these rows.
     """
 
     stop: Stop  # why it ended
     round: int  # the last released round
     # The cost of all charges of the ledger at the end, at `delta`. It is the budget if the run
-    # ended early because of its releases, since the charges are no bound then.
+    # ended early because of its releases, since then the charges are not a bound.
     epsilon: float
     delta: float  # that of the budget
     loss: float | None = None
     accuracy: float | None = None  # None if targets are not classes
     figures: Mapping[str, float] = field(default_factory=dict)  # those of the task, by name
-    # If held-out rows have users: `users`, `mean`, `q10`, `q50`, `q90` over them, by figure.
+    # If held-out rows have users: `users`, `mean`, `q10`, `q50` and `q90` over users, by figure.
     held_out_users: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    # Notes for its owner, one sentence each, with the cure. The first says why the run ended if
-    # `stop` is `Stop.TOO_FEW`. Notes with the words "simulation only" are not private.
+    # Notes for its owner, one sentence each, with a cure. If `stop` is `Stop.TOO_FEW`, the first
+    # says why the run ended. Notes with the words "simulation only" are not private.
     warnings: tuple[str, ...] = ()
-    # On held-out rows, of the mean of the models of the last third of the planned rounds.
+    # Of the mean of the models of the last third of the planned rounds, on held-out rows.
     mean_accuracy: float | None = None
     mean_loss: float | None = None
-    # N' of a projection, for which `epsilon` would hold if so many users were enrolled, and the ε
-    # of those who are.
+    # N' of a projection, whose `epsilon` would hold if that many users were enrolled, and the ε of
+    # the enrolled users.
     as_if: int | None = None
     enrolled_epsilon: float | None = None
 
@@ -89,11 +89,11 @@ class RunRecord:
     rounds: tuple[RoundResult, ...]  # the rounds that led to the newest model, in order
     simulation_only: tuple[SimulationOnlyRound, ...] = ()  # empty if the run did not record them
     audit: AuditResult | None = None  # None if the run did not audit itself
-    end: RunEnd | None = None  # None: it is under way, or was cut short
+    end: RunEnd | None = None  # None: it is running, or was cut short
 
     @property
     def early_epsilon(self) -> float | None:
-        """The ε of a run whose releases ended it, for which the cost of its charges is no bound."""
+        """The ε of a run that its releases ended; the cost of its charges is not a bound."""
         end = self.end
         early = end and end.stop is Stop.TOO_FEW and end.round < self.rounds_planned
         return end.epsilon if end and early else None

@@ -81,7 +81,7 @@ def write_run_charts(record: RunRecord, folder: Path) -> list[Path]:
 
 
 def _spent_charts(record: RunRecord) -> list[Chart]:
-    """Return a chart of ε by round, beside the budget, if all are finite."""
+    """Return a chart of ε by round, with the budget, if all ε are finite."""
     rounds = record.rounds
     if not rounds or not all(math.isfinite(result.epsilon) for result in rounds):
         return []
@@ -124,7 +124,7 @@ def _summary(record: RunRecord, loss: PrivacyLoss | None) -> PageSection:
         note = f"the budget; charges cost {epsilon_up(epsilon)}"
         epsilon = record.early_epsilon
     if (projected := _projected(record)) is not None:
-        note = f"of those who are there; {epsilon_up(projected)} in the projection"
+        note = f"of enrolled {plural(unit)}; {epsilon_up(projected)} in the projection"
     stop = f"; {record.end.stop}" if record.end and record.end.stop is not Stop.ROUNDS else ""
     cards += [
         Card(f"{unit}-level ε", epsilon_up(epsilon), note),
@@ -170,7 +170,7 @@ def _contributors(record: RunRecord) -> list[Card]:
 
 
 def _projected(record: RunRecord) -> float | None:
-    """Return the ε of a projection, or None if the run is none."""
+    """Return the ε of a projection; None if the run is not one."""
     if projection_of(record.ledger) is None:
         return None
     loss = loss_of(record, projected=True)
@@ -187,13 +187,13 @@ def _epsilon_note(record: RunRecord) -> str:
     charges = own_charges(record.name, record.ledger.charges)
     if len(charges) == len(record.ledger.charges):
         return "no budget was set" if record.budget is None else f"budget {record.budget}"
-    alone = epsilon_of(paid_events(charges), record.delta, record.accountant).epsilon
-    return f"all runs of the ledger; this run alone {epsilon_up(alone)}"
+    own_cost = epsilon_of(paid_events(charges), record.delta, record.accountant).epsilon
+    return f"all runs of the ledger; this run alone {epsilon_up(own_cost)}"
 
 
 def _statement(record: RunRecord, loss: PrivacyLoss | None) -> str:
     if loss is None:
-        return "Nothing was released, so nothing about anyone's data was."
+        return "Nothing was released, so nobody's data were revealed."
     if math.isinf(loss.epsilon):
         return "No privacy: no finite ε is proven for what was released. It guarantees nothing."
     if (projected := _projected(record)) is not None and record.rounds:
@@ -201,8 +201,8 @@ def _statement(record: RunRecord, loss: PrivacyLoss | None) -> str:
         return (
             f"A projection: as if {record.rounds[-1].as_if:,} {plural(unit)} were enrolled, "
             f"everything that was released would be ({epsilon_up(projected)}, {delta})-"
-            f"differentially private for each of them. For the {users_of(record.ledger):,} who are "
-            f"there it is ({epsilon_up(loss.epsilon)}, {delta})-differentially private."
+            f"differentially private for each of them. For the {users_of(record.ledger):,} "
+            f"enrolled it is ({epsilon_up(loss.epsilon)}, {delta})-differentially private."
         )
     accountant, spent = f"by the {loss.accountant} accountant, {loss.bound}", loss.epsilon
     if record.early_epsilon is not None:
@@ -236,8 +236,8 @@ def _scores(audit: AuditResult) -> list[Series]:
     centres = ((edges[1:] + edges[:-1]) / 2.0).tolist()
     counts, others = (np.histogram(scores[mask], edges)[0] for mask in (included, ~included))
     return [
-        Series("canaries that were there", centres, counts.tolist()),
-        Series("canaries that were not", centres, others.tolist(), dashed=True),
+        Series("included canaries", centres, counts.tolist()),
+        Series("excluded canaries", centres, others.tolist(), dashed=True),
     ]
 
 
@@ -273,8 +273,8 @@ def round_charts(rounds: Sequence[RoundResult], unit: Unit) -> list[Chart]:
     figures = dict.fromkeys(name for result in rounds for name in result.figures)
     titles = dict.fromkeys(name.partition(": ")[0] for name in figures)
     charts += [_figure_chart(rounds, title, figures) for title in titles]
-    of_users = dict.fromkeys(name for result in rounds for name in result.held_out_users)
-    charts += [_users_chart(rounds, name) for name in of_users]
+    spreads = dict.fromkeys(name for result in rounds for name in result.held_out_users)
+    charts += [_users_chart(rounds, name) for name in spreads]
     metrics = dict.fromkeys(name for result in rounds for name in result.scalar_metrics)
     return [*charts, *(_metric_chart(rounds, name, unit) for name in metrics)]
 
@@ -291,8 +291,8 @@ def _figure_chart(rounds: Sequence[RoundResult], title: str, figures: Iterable[s
     """Return a chart of a figure of all rows, or of each group of rows."""
     lines = []
     for name in figures:
-        of_title, _, group = name.partition(": ")
-        if of_title == title and group != "gap":
+        figure, _, group = name.partition(": ")
+        if figure == title and group != "gap":
             results = [result for result in rounds if name in result.figures]
             values = [result.figures[name] for result in results]
             lines.append(Series(group or name, _numbers(results), values))
@@ -324,10 +324,10 @@ def _metric_chart(rounds: Sequence[RoundResult], name: str, unit: Unit) -> Chart
 def norms_charts(records: Sequence[RunRecord], of: str = "") -> list[Chart]:
     """Return charts of clipping norms, and of update norms if recorded, by round.
 
-    `records` are a run, or the seeds of the arm `of` of a study.
+    `records` are one run, or the seeds of a study's arm `of`.
     """
     suffix = f"-{of}" if of else ""
-    seeds = f"Means over {len(records)} seeds, bands from the least seed to the largest."
+    seeds = f"Means over {len(records)} seeds, bands from the smallest value to the largest."
     words = unit_words(_sampled_unit(records[0]))
     words |= {"of": f"{of}: " if of else "", "seeds": seeds if len(records) > 1 else ""}
     norms = _lines([[(r.round, r.clipping_norms) for r in run.rounds] for run in records])
@@ -369,8 +369,8 @@ def _lines(runs: Sequence[Iterable[tuple[int, Figures]]]) -> list[Series]:
     values: dict[str, dict[int, list[float]]] = {}
     for number, figures in itertools.chain.from_iterable(runs):
         for name, value in figures.items():
-            of_round = values.setdefault(name, {}).setdefault(number, [])
-            of_round += [value] if value is not None and math.isfinite(value) else []
+            sample = values.setdefault(name, {}).setdefault(number, [])
+            sample += [value] if value is not None and math.isfinite(value) else []
     lines = []
     for name, by_round in values.items():
         rounds = sorted(by_round)

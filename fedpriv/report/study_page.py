@@ -49,7 +49,7 @@ _LabelledLine = tuple[str, Line, Target]
 def line_of(
     name: str, x: Sequence[float], intervals: Sequence[Interval | None], *, bars: bool = False
 ) -> Series:
-    """Return a line of means over seeds, with their intervals if any has more than one seed."""
+    """Return a line of means over seeds, with intervals if there are several seeds."""
     low, high, means = (
         [getattr(interval, end, None) for interval in intervals] for end in ("low", "high", "mean")
     )
@@ -81,11 +81,11 @@ def arms_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart:
 def differences_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart | None:
     """Return a chart of paired differences from the baseline; None if there are none."""
     measure = measure_of(arms)
-    compared = [arm for arm in arms if measure.difference(arm) is not None]
-    if not compared:
+    summaries = [arm for arm in arms if measure.difference(arm) is not None]
+    if not summaries:
         return None
-    names, x = _names(arms), _arms_axis(study, compared)
-    series = _side_by_side(names, compared, measure.difference)
+    names, x = _names(arms), _arms_axis(study, summaries)
+    series = _side_by_side(names, summaries, measure.difference)
     # The zero line takes the baseline's place, so that arms keep their colours and markers.
     zero, ends = f"{study.baseline}, the baseline", x.ends or ()
     series[names.index(study.baseline)] = Series(zero, ends, [0.0, 0.0], dashed=True, marked=False)
@@ -97,7 +97,7 @@ def varied_charts(study: Study, arms: Sequence[ArmSummary]) -> list[Chart]:
     """Return charts of final accuracy against each number that the study varies.
 
     There is a chart for each target, with a line for each combination of the other settings that
-    arms vary; or, if there is one combination only, a single chart with a line for each target.
+    arms vary; or, if there is only one combination, a single chart with a line for each target.
     """
     charts, targets = [], _targets(arms)
     for count, axis in enumerate(numeric_axes(study)):
@@ -154,22 +154,22 @@ def _within_percentages(series: Series) -> Series:
     return replace(series, low=low, high=[end and min(end, 100.0) for end in series.high])
 
 
-def write_study_charts(read: ReadStudy, folder: Path) -> list[Path]:
+def write_study_charts(results: ReadStudy, folder: Path) -> list[Path]:
     """Write front or arms, differences and along-… as PNG and SVG, and return the files.
 
     DataError if no run is finished.
     """
-    if not read.arms:
-        raise DataError(f"no run of the study in {read.folder} is finished; run it first")
-    first = front_chart if len(_targets(read.arms)) > 1 else arms_chart
-    differences = differences_chart(read.study, read.arms)
-    charts = [first(read.study, read.arms), *([differences] if differences else [])]
-    return save_all([*charts, *varied_charts(read.study, read.arms)], folder)
+    if not results.arms:
+        raise DataError(f"no run of the study in {results.folder} is finished; run it first")
+    first = front_chart if len(_targets(results.arms)) > 1 else arms_chart
+    differences = differences_chart(results.study, results.arms)
+    charts = [first(results.study, results.arms), *([differences] if differences else [])]
+    return save_all([*charts, *varied_charts(results.study, results.arms)], folder)
 
 
-def results_table(read: ReadStudy, target: Target) -> Table:
-    """Return a comparison of the arms at a target."""
-    study, arms = read.study, [arm for arm in read.arms if arm.target == target]
+def results_table(results: ReadStudy, target: Target) -> Table:
+    """Return a table that compares the arms at a target."""
+    study, arms = results.study, [arm for arm in results.arms if arm.target == target]
     measure, seeds = measure_of(arms), len(study.seeds)
     best = best_of(arms, measure) if len(arms) > 1 else None
     heading = "accuracy\n(%)" if measure is ACCURACY else "loss"
@@ -199,10 +199,10 @@ def results_table(read: ReadStudy, target: Target) -> Table:
     return Table(caption, columns, rows)
 
 
-def results_tables(read: ReadStudy, target: Target) -> list[Table]:
-    """Return the `results_table`, and a table of figures of arms and their users, if any."""
-    tables = [results_table(read, target)]
-    arms = [arm for arm in read.arms if arm.target == target and arm.figures]
+def results_tables(results: ReadStudy, target: Target) -> list[Table]:
+    """Return the `results_table`, and a table of the arms' figures, if any."""
+    tables = [results_table(results, target)]
+    arms = [arm for arm in results.arms if arm.target == target and arm.figures]
     rows = [
         (arm.arm, name, _digits(interval.mean), _digits(interval.half_width))
         for name in dict.fromkeys(name for arm in arms for name in arm.figures)
@@ -217,12 +217,12 @@ def results_tables(read: ReadStudy, target: Target) -> list[Table]:
     return [*tables, Table(caption, columns, rows)] if rows else tables
 
 
-def clipping_table(read: ReadStudy, target: Target) -> Table:
-    """Return the clipping of arms at a target, and their signals relative to the noise."""
+def clipping_table(results: ReadStudy, target: Target) -> Table:
+    """Return a table of the clipping of arms at a target, and of their signal to noise."""
     texts = [Column(name, "text") for name in ("arm", "updates clipped\n(%)", "layer")]
     numbers = [*map(Column, ("mean update\nnorm (L2)", "signal\nto noise", "updates/s"))]
     rows = []
-    for arm in (arm for arm in read.arms if arm.target == target):
+    for arm in (arm for arm in results.arms if arm.target == target):
         groups = [f"{n}: {100 * share:.0f}" for n, share in arm.simulation_only_clipped.items()]
         layers = []
         for layer, norm in arm.simulation_only_update_norms.items():
@@ -235,37 +235,37 @@ def clipping_table(read: ReadStudy, target: Target) -> Table:
             rows.append((first, group or "", *(cells or ("", "", "")), last))
     caption = (
         f"At ε = {target.epsilon:g}: means over rounds and seeds, from users' data without "
-        "noise; they must not be published of real users"
+        "noise; they must not be published for real users"
     )
     return Table(caption, [*texts, *numbers], rows, simulation_only=True)
 
 
-def print_study(read: ReadStudy, console: Console) -> None:
+def print_study(results: ReadStudy, console: Console) -> None:
     """Print the verdict, and then tables for each target."""
-    for sentence in verdict(read.study, read.arms):
+    for sentence in verdict(results.study, results.arms):
         console.print(sentence, style="bold")
-    for target in _targets(read.arms):
-        for table in (*results_tables(read, target), clipping_table(read, target)):
+    for target in _targets(results.arms):
+        for table in (*results_tables(results, target), clipping_table(results, target)):
             print_table(table, console)
     console.print(CAVEAT)
-    if read.missing:
-        console.print(f"{read.missing} runs are not finished.", style="yellow")
+    if results.missing:
+        console.print(f"{results.missing} runs are not finished.", style="yellow")
 
 
-def results_json(read: ReadStudy) -> str:
+def results_json(results: ReadStudy) -> str:
     """Return a JSON object: the study's name, seeds, baseline and verdict, and a row for each arm.
 
     Means come with the ends of their 95% intervals, which are null for a single seed. Numbers that
     are not finite are the strings "Infinity" and "NaN".
     """
-    study = read.study
+    study = results.study
     content = {
         "name": study.name,
         "baseline": study.baseline,
         "seeds": study.seeds,
-        "missing_runs": read.missing,
-        "verdict": verdict(study, read.arms),
-        "arms": [_arm_row(arm) for arm in read.arms],
+        "missing_runs": results.missing,
+        "verdict": verdict(study, results.arms),
+        "arms": [_arm_row(arm) for arm in results.arms],
     }
     return json_text(content)
 
@@ -310,7 +310,7 @@ def _side_by_side(names: Sequence[str], arms: Sequence[ArmSummary], of: _Of) -> 
 
 
 def _arms_axis(study: Study, arms: Sequence[ArmSummary]) -> Axis:
-    """Return an axis of the targets, or of the arms if there is one target only."""
+    """Return an axis of the targets, or of the arms if there is only one target."""
     targets, level = _targets(arms), f"{study.level}-level ε"
     labels = [f"{target.epsilon:g}" for target in targets]
     title = f"{level} at δ = {targets[0].delta}"
@@ -322,7 +322,7 @@ def _arms_axis(study: Study, arms: Sequence[ArmSummary]) -> Axis:
 
 
 def _axis(name: str, unit: str, values: Sequence[float]) -> Axis:
-    """Return an axis for values; a log scale has a tick at each, unless they are many."""
+    """Return an axis for values; a log scale has a tick at each of a few values."""
     log = spans_decades(values)
     marks = sorted({float(f"{value:.3g}") for value in values}) if log else []
     ticks = tuple((value, f"{value:g}") for value in marks) if len(marks) <= 8 else ()
@@ -336,7 +336,7 @@ def _digits(value: float | None) -> str:
 def _rounds(arm: ArmSummary, level: float) -> str:
     """Return the median number of rounds in which an arm reached an accuracy, as text.
 
-    It includes the number of seeds that reached the accuracy if only some did.
+    If only some seeds reached the accuracy, it includes their number.
     """
     rounds, seeds = arm.rounds_to[level], len(arm.seeds)
     median = "never" if rounds.median is None else f"{rounds.median:g}"
@@ -352,45 +352,45 @@ class _Arm:
     losses: tuple[PrivacyLoss, ...]  # of their ledgers
 
 
-def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
+def page_of_study(results: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
     """Return the page of a study, from its results and the verified record of each finished run.
 
     DataError if no run is finished, or a result and a ledger differ.
     """
-    arms = _arms(read, records)
+    arms = _arms(results, records)
     if not arms:
-        raise DataError(f"no run of the study in {read.folder} is finished; run it first")
-    targets = [target for target in read.study.targets if _at(arms, target)]
-    differences = differences_chart(read.study, read.arms)
-    text = (read.folder / STUDY).read_text(encoding="utf-8")
+        raise DataError(f"no run of the study in {results.folder} is finished; run it first")
+    targets = [target for target in results.study.targets if _at(arms, target)]
+    differences = differences_chart(results.study, results.arms)
+    text = (results.folder / STUDY).read_text(encoding="utf-8")
     record, loss = arms[0].records[0], arms[0].losses[0]
     by_round = [_by_round_chart(_at(arms, t), t, f"accuracy-{n}") for n, t in enumerate(targets)]
     if len(targets) > 1:
-        front = front_chart(read.study, read.arms)
+        front = front_chart(results.study, results.arms)
     else:
-        front = _spent_chart(read.study, arms, targets[0])
+        front = _spent_chart(results.study, arms, targets[0])
     sections = [
-        _summary(read, arms, targets, front),
+        _summary(results, arms, targets, front),
         PageSection(
             "differences", "Against the baseline", charts=[differences] if differences else []
         ),
         PageSection("accuracy", "How good the models are", charts=by_round),
-        PageSection("varied", "What was varied", charts=varied_charts(read.study, read.arms)),
+        PageSection("varied", "What was varied", charts=varied_charts(results.study, results.arms)),
         assumptions(loss, record.ledger),
-        _clipping(read, arms, targets),
+        _clipping(results, arms, targets),
         PageSection("ledger", "Ledger verification", tables=[_ledgers_table(arms)]),
         PageSection("plan", "Resolved study", [texts()["plan"]["study"]], listing=text),
         software_section(),
     ]
-    return Page(read.study.name, f"A study on {_who(arms)}, by fedpriv", sections)
+    return Page(results.study.name, f"A study on {_who(arms)}, by fedpriv", sections)
 
 
-def _arms(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> list[_Arm]:
+def _arms(results: ReadStudy, records: Mapping[Cell, RunRecord]) -> list[_Arm]:
     arms = []
-    for summary in read.arms:
+    for summary in results.arms:
         runs = [
             (result, records[cell])
-            for cell, result in read.finished
+            for cell, result in results.finished
             if (cell.arm.name, cell.target) == (summary.arm, summary.target)
         ]
         losses = []
@@ -416,18 +416,18 @@ def _who(arms: Sequence[_Arm]) -> str:
 
 
 def _summary(
-    read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target], front: Chart
+    results: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target], front: Chart
 ) -> PageSection:
-    study = read.study
+    study = results.study
     records = [record for arm in arms for record in arm.records]
     users = {users_of(record.ledger) for record in records}
-    missing = [f"{read.missing} runs of the study are not finished."] if read.missing else []
+    missing = [f"{results.missing} runs of the study are not finished."] if results.missing else []
     breaches = [large_delta(record.delta, record.ledger) for record in records]
     breaches += [
         [f"Arm {arm.summary.arm}: {text}" for text in about_projection(arm.records[0].ledger)]
         for arm in arms
     ]
-    answers = verdict(study, read.arms)
+    answers = verdict(study, results.arms)
     epsilons = ", ".join(f"{target.epsilon:g}" for target in targets)
     names = dict.fromkeys(arm.summary.arm for arm in arms)
     counts = " to ".join(f"{n:,}" for n in dict.fromkeys((min(users), max(users))))
@@ -444,7 +444,7 @@ def _summary(
             Card("seeds", str(len(study.seeds)), "the same in each arm"),
             Card(plural(study.unit), counts, _who(arms)),
         ],
-        tables=[t for target in targets for t in results_tables(read, target)],
+        tables=[t for target in targets for t in results_tables(results, target)],
     )
 
 
@@ -473,12 +473,12 @@ def line_by_round(
     measure: Measure,
     x: Callable[[RunRecord], Iterable[float]] | None = None,
 ) -> Series:
-    """Return a line of means over runs by round, or by the means of numbers `x` of their rounds."""
+    """Return a line of means over runs by round, or by the mean of `x` over runs in each round."""
     rounds, intervals = over_seeds(runs, measure)
     if x is None:
         return line_of(name, rounds, intervals)
     places = [dict(zip((r.round for r in run.rounds), x(run), strict=True)) for run in runs]
-    return line_of(name, [fmean(of[number] for of in places) for number in rounds], intervals)
+    return line_of(name, [fmean(at[number] for at in places) for number in rounds], intervals)
 
 
 def over_seeds(records: Sequence[RunRecord], measure: Measure) -> tuple[list[int], list[Interval]]:
@@ -491,12 +491,12 @@ def over_seeds(records: Sequence[RunRecord], measure: Measure) -> tuple[list[int
     return rounds, [Interval.of(values[number]) for number in rounds]
 
 
-def _clipping(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) -> PageSection:
+def _clipping(results: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) -> PageSection:
     target, charts = targets[-1], list[Chart]()
     note = f"Charts show all seeds of each arm at ε = {target.epsilon:g}; tables are for each ε."
     for arm in _at(arms, target):
         charts += norms_charts(arm.records, arm.summary.arm)
-    tables = [clipping_table(read, target) for target in targets]
+    tables = [clipping_table(results, target) for target in targets]
     return PageSection("norms", "Clipping", [note], tables=tables, charts=charts)
 
 

@@ -28,12 +28,12 @@ from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, paid_event
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.support.checks import epsilon_down, epsilon_up, require, text_down, text_up
 
-_UNBROKEN = 10_000  # characters of a line that is not for a terminal
+_UNBROKEN = 10_000  # characters in a line that is not for a terminal
 
 
 @dataclass(frozen=True)
 class Column:
-    """The heading of a column, with its unit if it has one, and the kind of its cells."""
+    """The heading of a column, with its unit if any, and the kind of its cells."""
 
     name: str
     kind: Literal["number", "text", "long"] = "number"  # "long" may be broken anywhere
@@ -46,7 +46,7 @@ class Table:
     caption: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[str]]
-    simulation_only: bool = False  # whether it shows numbers that no guarantee covers
+    simulation_only: bool = False  # whether it shows numbers without any guarantee
 
 
 def screen(*, quiet: bool = False) -> Console:
@@ -73,7 +73,7 @@ def print_table(table: Table, console: Console | None = None) -> None:
         if not widths:
             _print_rows(table, title, console)
             return
-    printed = rich.table.Table(
+    rich_table = rich.table.Table(
         title=title,
         box=border,
         pad_edge=border is box.HEAVY_HEAD,
@@ -82,10 +82,10 @@ def print_table(table: Table, console: Console | None = None) -> None:
     )
     for column, width in zip(table.columns, widths, strict=True):
         side: Literal["left", "right"] = "right" if column.kind == "number" else "left"
-        printed.add_column(Text(column.name), justify=side, overflow="fold", width=width)
+        rich_table.add_column(Text(column.name), justify=side, overflow="fold", width=width)
     for row in table.rows:
-        printed.add_row(*map(Text, row))
-    console.print(printed)
+        rich_table.add_row(*map(Text, row))
+    console.print(rich_table)
 
 
 def _whole_words(table: Table, room: int) -> list[int]:
@@ -94,20 +94,20 @@ def _whole_words(table: Table, room: int) -> list[int]:
     for at, column in enumerate(table.columns):
         cells = [row[at] for row in table.rows]
         lines.append(max(len(line) for cell in [column.name, *cells] for line in cell.split("\n")))
-        # Numbers stay whole, with what stands beside them in a cell.
+        # Numbers are not broken, nor is text next to them in a cell.
         parts = cells if column.kind == "number" else [w for cell in cells for w in cell.split()]
         words.append(max(map(len, [*column.name.split(), *parts]), default=0))
-    spare, left = room - sum(words), len(words)
+    spare, columns = room - sum(words), len(words)
     if spare < 0:
         return []
     for at in sorted(range(len(words)), key=lambda at: lines[at] - words[at]):
-        more = min(lines[at] - words[at], spare // left)
-        words[at], spare, left = words[at] + more, spare - more, left - 1
+        extra = min(lines[at] - words[at], spare // columns)
+        words[at], spare, columns = words[at] + extra, spare - extra, columns - 1
     return words
 
 
 def _print_rows(table: Table, title: Text, console: Console) -> None:
-    """Print each row as a list of its cells, behind their headings."""
+    """Print each row as a list of its cells, after their headings."""
     console.print(title)
     names = [" ".join(column.name.split()) for column in table.columns]
     width = max(map(len, names))
@@ -126,7 +126,7 @@ def plural(unit: str) -> str:
 
 
 def protected(charges: Iterable[ChargedRow]) -> str:
-    """Return which users the ε of a ledger is for, if users joined or left; else ""."""
+    """Return a description of the users that a ledger's ε protects; "" if none joined or left."""
     sizes = dict.fromkeys(row.event.sampling.population for row in charges)
     if len(sizes) < 2:
         return ""
@@ -136,8 +136,8 @@ def protected(charges: Iterable[ChargedRow]) -> str:
 def cohort_text(sampling: SamplingEvent) -> str:
     """Return a description of how cohorts are drawn, and from how many units."""
     k, larger = sampling.examples_per_user, sampling.projection
-    of_each = f"up to {k} examples of each of " if k else ""
-    text = f"{sampling_text(sampling)} of {of_each}N = {sampling.population} "
+    examples = f"up to {k} examples of each of " if k else ""
+    text = f"{sampling_text(sampling)} of {examples}N = {sampling.population} "
     text += plural(sampling.unit)
     if larger is None:
         return text
@@ -152,9 +152,9 @@ def _risks(spending: Spending) -> Risks | None:
 
 
 def print_spending(spending: Spending) -> None:
-    """Print what each run, each ledger and all ledgers cost, in the accountants' words."""
+    """Print the cost of each run, each ledger and all ledgers, in the accountants' words."""
     several = len(spending.ledgers) > 1
-    populations = ", ".join(dict.fromkeys(each.population for each in spending.ledgers))
+    populations = ", ".join(dict.fromkeys(content.population for content in spending.ledgers))
     symbol, fixed = "ε", f"δ = {spending.delta}" if spending.delta is not None else ""
     if spending.epsilon is not None:
         symbol, fixed = "δ", f"ε = {spending.epsilon}"
@@ -164,13 +164,13 @@ def print_spending(spending: Spending) -> None:
     rows = []
     for price in spending.prices:
         releases, loss = price.releases, price.loss
-        found = [epsilon_up(price.epsilon), _kind(loss)]
+        cells = [epsilon_up(price.epsilon), _kind(loss)]
         if symbol == "δ":
             bound = Bound.ESTIMATE if loss.bound is Bound.ESTIMATE else Bound.UPPER
-            found = [text_up(price.delta, 3), bound]
+            cells = [text_up(price.delta, 3), bound]
         run = releases.run or ("all runs" if releases.events else "(no charge)")
         ledger = [releases.ledger or "all ledgers"] if several else []
-        rows.append([*ledger, run, str(releases.rounds), loss.accountant, *found])
+        rows.append([*ledger, run, str(releases.rounds), loss.accountant, *cells])
     charged = [price for price in spending.prices if price.releases.events]
     unit = charged[0].loss.unit
     title = f"{unit}-level {symbol} of {populations} at {fixed}"
@@ -182,15 +182,15 @@ def print_spending(spending: Spending) -> None:
     if several:
         console.print(f"All ledgers: for one {unit} that may be in each of their populations.")
     # The table shows each accountant's result; their assumptions are printed once.
-    assumed = (price.loss.assumptions.partition(";")[0].rstrip(".") + "." for price in charged)
-    refused = (f"Not priced: {refusal}." for refusal in spending.refusals)
+    assumptions = (p.loss.assumptions.partition(";")[0].rstrip(".") + "." for p in charged)
+    refusals = (f"Not priced: {refusal}." for refusal in spending.refusals)
     risks = _risks(spending)
-    told = [risks.text(unit)] if risks else []
-    for sentence in (*dict.fromkeys(assumed), *told, *refused):
+    power = [risks.text(unit)] if risks else []
+    for sentence in (*dict.fromkeys(assumptions), *power, *refusals):
         console.print(sentence)
     console.print(f"Randomness: {spending.randomness}.")
     console.print(f"Sums and noise: {spending.arithmetic}.")
-    if any(row.event.sampling.projection for held in spending.ledgers for row in held.charges):
+    if any(row.event.sampling.projection for c in spending.ledgers for row in c.charges):
         console.print("Runs were projections to larger populations: this is for enrolled users.")
 
 
@@ -203,7 +203,7 @@ def _kind(loss: PrivacyLoss) -> str:
 def print_plan(plan: Plan, advantage: float | None) -> None:
     """Print settings that stay within a budget, and their cost.
 
-    The budget is an `advantage`, or if that is None, an ε.
+    The budget is an `advantage`, or if this is None, an ε.
     """
     loss, rows = plan.loss, []
     for name, words, extreme in (
@@ -212,8 +212,8 @@ def print_plan(plan: Plan, advantage: float | None) -> None:
         ("sampling_probability", "sampling probability q", "largest"),
     ):
         # In full, since fewer digits would have another price.
-        found = f"{extreme} that fits" if name == plan.found else "given"
-        rows.append((words, str(getattr(plan, name)), found))
+        origin = f"{extreme} that fits" if name == plan.found else "given"
+        rows.append((words, str(getattr(plan, name)), origin))
     rows.append(("sampling", str(plan.sampling.policy), str(plan.sampling.relation)))
     rows.append((f"{loss.unit}-level ε", epsilon_up(loss.epsilon), _kind(loss)))
     rows.append(("accountant", loss.accountant, ""))
@@ -226,31 +226,31 @@ def print_plan(plan: Plan, advantage: float | None) -> None:
 
 
 def print_ledger(path: Path, last: int | None) -> None:
-    """Print the charges of a ledger or of an export, and values that all charges share below."""
+    """Print the charges of a ledger or an export, and below them the values that all share."""
     content = read_ledger(path)
     names = ("#", "run", "round", "attempt", "sampling", "q", "N", "group: S, σ", "z")
     rows, noise = [], dict[str, None]()
     for row in content.charges[-(last or len(content.charges)) :]:
         event, sampling = row.event, row.event.sampling
         place = map(str, (row.position, row.run, row.round, row.attempt))
-        sampled = (text_up(sampling.sampling_probability), str(sampling.population))
+        numbers = (text_up(sampling.sampling_probability), str(sampling.population))
         queries, z = "\n".join(map(_query_text, event.queries)), text_down(event.noise_multiplier)
         noise |= dict.fromkeys(map(_noise_text, event.queries))
         source = row.randomness.partition(":")[0]
-        drawn, schedule = f"{sampling.policy}, {sampling.relation}", sampling.schedule
-        drawn += "" if sampling.unit is Unit.USER else f" {sampling.unit}"
+        sampling_cell, schedule = f"{sampling.policy}, {sampling.relation}", sampling.schedule
+        sampling_cell += "" if sampling.unit is Unit.USER else f" {sampling.unit}"
         if sampling.examples_per_user is not None:
-            drawn += f", {sampling.examples_per_user} of each"
+            sampling_cell += f", {sampling.examples_per_user} of each"
         if schedule is not None:
-            drawn += f", {schedule.participations} of {schedule.rounds} rounds"
+            sampling_cell += f", {schedule.participations} of {schedule.rounds} rounds"
         if (bands := len(event.strategy)) > 1:
-            drawn += f", noise correlated over {bands} rounds"
+            sampling_cell += f", noise correlated over {bands} rounds"
         if (search := event.selection) is not None:
-            drawn += f", the best of about {search.mean:g} trials"
+            sampling_cell += f", the best of about {search.mean:g} trials"
         if schedule is not None and row.series is not None:
-            drawn, sampled = f"round {row.part + 1} of {schedule.rounds}", ("", "")
+            sampling_cell, numbers = f"round {row.part + 1} of {schedule.rounds}", ("", "")
             queries, z = f"paid by charge {row.series}", ""
-        rows.append((*place, drawn, *sampled, queries, z, source))
+        rows.append((*place, sampling_cell, *numbers, queries, z, source))
     projected = any(row.event.sampling.projection for row in content.charges)
     title = f"{content.population}: {len(content.charges)} charges"
     title += " of projections to a larger population" if projected else ""
@@ -258,12 +258,12 @@ def print_ledger(path: Path, last: int | None) -> None:
         title += f", {paid_before} of them paid by others"
     columns = [Column(name, "text") for name in (*names, "randomness")]
     # Long values that are the same in all rows are printed once, below.
-    same = [at for at in (4, len(names)) if len({row[at] for row in rows}) == 1]
-    left = [at for at in range(len(columns)) if at not in same]
-    shown = [[row[at] for at in left] for row in rows]
+    constant = [at for at in (4, len(names)) if len({row[at] for row in rows}) == 1]
+    indices = [at for at in range(len(columns)) if at not in constant]
+    cells = [[row[at] for at in indices] for row in rows]
     console = screen()
-    print_table(Table(title, [columns[at] for at in left], shown), console)
-    for line in (*(f"{columns[at].name}: {rows[0][at]}" for at in same), *noise):
+    print_table(Table(title, [columns[at] for at in indices], cells), console)
+    for line in (*(f"{columns[at].name}: {rows[0][at]}" for at in constant), *noise):
         console.print(line)
 
 
@@ -273,17 +273,17 @@ def print_verification(path: Path, participation: Path | None, head: str | None)
     if head is not None and not (digest and count.isdecimal() and len(count) < 20):
         raise InvalidValueError(f"--head is {head!r:.80}; it must be COUNT:HASH")
     expected = None if head is None else Head(int(count), digest)
-    with ExitStack() as opened:
+    with ExitStack() as stack:
         export = ExportedLedger.load(path) if is_export(path) else None
-        ledger = export or opened.enter_context(Ledger.open(path))
+        ledger = export or stack.enter_context(Ledger.open(path))
         record = None
         if participation is not None:
-            record = opened.enter_context(ParticipationRecord.open(participation))
+            record = stack.enter_context(ParticipationRecord.open(participation))
         ledger.verify(record, expected)
-        found = ledger.head
+        end = ledger.head
     cohorts = ", each with the cohort it commits to" if participation else ""
     screen().print(
-        f"{path} is intact: {found.count} charges{cohorts}; head {found.count}:{found.hash}",
+        f"{path} is intact: {end.count} charges{cohorts}; head {end.count}:{end.hash}",
         soft_wrap=True,
     )
 
@@ -291,25 +291,25 @@ def print_verification(path: Path, participation: Path | None, head: str | None)
 def spending_json(spending: Spending) -> str:
     """Return one JSON object: the ledgers, and a row for each pair of releases and accountant.
 
-    In a row, `ledger` is null for all ledgers and `run` is null for all runs; the row has the lower
-    bound `epsilon_low` if ε was computed. `refusals` has the reasons why accountants have no rows.
-    An infinite ε is the string "Infinity", which no program mistakes for a small number.
+    In a row, `ledger` is null for all ledgers and `run` is null for all runs; if ε was computed,
+    the row has the lower bound `epsilon_low`. `refusals` says why accountants have no rows. An
+    infinite ε is the string "Infinity", which no program mistakes for a small number.
     """
     ledgers, rows = [], []
     for ledger in spending.ledgers:
         head = ledger.charges[-1].hash if ledger.charges else None
-        found = {name: getattr(ledger, name) for name in ("path", "ledger_id", "population")}
-        ledgers.append(found | {"charges": len(ledger.charges), "head": head})
+        facts = {name: getattr(ledger, name) for name in ("path", "ledger_id", "population")}
+        ledgers.append(facts | {"charges": len(ledger.charges), "head": head})
     for price in spending.prices:
-        told = {name: getattr(price.releases, name) for name in ("ledger", "run", "rounds")}
-        row = told | asdict(price.loss) | {"epsilon": price.epsilon, "delta": price.delta}
+        place = {name: getattr(price.releases, name) for name in ("ledger", "run", "rounds")}
+        row = place | asdict(price.loss) | {"epsilon": price.epsilon, "delta": price.delta}
         if spending.epsilon is not None:
             del row["epsilon_low"]
         rows.append(row)
-    asked = "delta" if spending.epsilon is None else "epsilon"
+    fixed = "delta" if spending.epsilon is None else "epsilon"
     content = {
         "ledgers": ledgers,
-        asked: getattr(spending, asked),
+        fixed: getattr(spending, fixed),
         "randomness": spending.randomness,
         "arithmetic": spending.arithmetic,
         "rows": rows,
@@ -327,8 +327,8 @@ def dp_events(path: Path) -> str:
     charges = read_ledger(path).charges
     require(bool(charges), f"ledger {path} has no charge; there is no event to write")
     rounds = gaussian_rounds(paid_events(charges), "dp-accounting")
-    sampled = "SelfComposedDpEvent(PoissonSampledDpEvent({q}, GaussianDpEvent({z})), {count}),"
-    events = (sampled.format(q=q, z=z, count=count) for (q, z), count in rounds.items())
+    template = "SelfComposedDpEvent(PoissonSampledDpEvent({q}, GaussianDpEvent({z})), {count}),"
+    events = (template.format(q=q, z=z, count=count) for (q, z), count in rounds.items())
     sampling, head = charges[0].event.sampling, f"{len(charges)}:{charges[-1].hash}"
     words = {"head": head, "unit": sampling.unit, "relation": sampling.relation}
     words["events"] = "\n".join(f"        {event}" for event in events)
@@ -344,7 +344,7 @@ def json_text(content: object) -> str:
 def plan_json(plan: Plan, advantage: float | None) -> str:
     """Return one JSON object: the settings, the name of the computed one, and their cost.
 
-    The budget is the `advantage`, or if that is None, the ε.
+    The budget is the `advantage`, or if this is None, the ε.
     """
     names = ("found", "rounds", "sampling_probability", "noise_multiplier")
     content = {name: getattr(plan, name) for name in names}

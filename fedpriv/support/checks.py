@@ -1,7 +1,7 @@
-"""Checks that raise InvalidValueError, and numbers as Python's own types and as text.
+"""Checks that raise InvalidValueError, and conversion of numbers to Python's own types and to text.
 
-Privacy losses and noise become text here alone. Rounding never makes a release look more private
-than it is: ε, δ, probabilities and norms are rounded up; noise and lower bounds are rounded down.
+Only this module turns privacy losses and noise into text. Rounding never makes a release look more
+private than it is: ε, δ, probabilities and norms are rounded up; noise and lower bounds down.
 """
 
 import math
@@ -27,7 +27,7 @@ _PLAIN = (int, float, str, bool, NoneType)  # types that need no conversion
 
 
 def check_types(**values: tuple[object, type | UnionType]) -> None:
-    """Raise InvalidValueError for the first of the named values that is not of its type.
+    """Raise InvalidValueError for the first named value that is not of its type.
 
     >>> check_types(seed=(3, int | None), name=(3, str))
     Traceback (most recent call last):
@@ -45,7 +45,7 @@ def check_types(**values: tuple[object, type | UnionType]) -> None:
 def checked_arguments(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
     """Check arguments by their annotations, as `check_types` does, before a function is called.
 
-    It checks no number, as those of NumPy are legal too, and no type of elements.
+    It does not check numbers, since NumPy's are legal too, nor types of elements.
     """
     kinds = {p.name: _kind_of(p.annotation) for p in signature(function).parameters.values()}
 
@@ -60,7 +60,7 @@ def checked_arguments(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
 
 
 def _kind_of(annotation: Any) -> Any:
-    """Return the classes of an annotation; None if it has numbers, or is no class."""
+    """Return the classes of an annotation; None if it includes numbers, or is not a class."""
     members = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     kinds = [get_origin(member) or member for member in members]
     checkable = all(isinstance(kind, type) and kind not in (int, float) for kind in kinds)
@@ -76,7 +76,7 @@ def _type_of(value: object) -> str:
 
 
 def named_value(kind: type[Name], name: str, value: object) -> Name:
-    """Return the member of an enumeration that a value is or names; else InvalidValueError."""
+    """Return the member of an enumeration with this value; InvalidValueError if there is none."""
     if not isinstance(value, str):
         raise InvalidValueError(f"{name} is {_type_of(value)}; {known_names('', kind)}")
     if value not in [*kind]:
@@ -105,7 +105,7 @@ _RANGES = {
 def check_range(name: str, number: Any, legal: str) -> None:
     """Raise InvalidValueError unless a number is legal: in an interval, or "whole" and at least 1.
 
-    A question mark after these allows None.
+    A question mark at the end also allows None.
 
     >>> check_range("momentum", 1.0, "[0, 1)")
     Traceback (most recent call last):
@@ -125,7 +125,7 @@ def check_range(name: str, number: Any, legal: str) -> None:
 
 
 def check_ranges(value: object, of: str = "", **ranges: str) -> None:
-    """Check fields of a value as `check_range` does; `of` follows their names."""
+    """Check fields of a value as `check_range` does; messages put `of` after their names."""
     for name, legal in ranges.items():
         check_range(f"{name}{of}", getattr(value, name), legal)
 
@@ -139,23 +139,23 @@ def check_seed(seed: object) -> None:
 def plain_numbers(value: Any, name: object = "a number") -> Any:
     """Convert numbers of NumPy and other libraries to Python's own, also in collections.
 
-    This avoids 32-bit arithmetic and wrap-around, and files and messages can hold every number.
+    This avoids 32-bit arithmetic and wrap-around, and lets files and messages hold every number.
     Other values are returned unchanged. A whole number outside the range of float raises
-    InvalidValueError, which says `name`.
+    InvalidValueError, which states `name`.
     """
-    plain = value
+    result = value
     if type(value) not in _PLAIN and not isinstance(value, str):
         if isinstance(value, Mapping):
-            return {key: plain_numbers(inner, key) for key, inner in value.items()}
+            return {key: plain_numbers(content, key) for key, content in value.items()}
         if type(value) in (tuple, list):
             return type(value)(plain_numbers(element, name) for element in value)
-        plain = _plain_number(value)
-    if type(plain) is int and abs(plain) > sys.float_info.max:
+        result = _plain_number(value)
+    if type(result) is int and abs(result) > sys.float_info.max:
         raise InvalidValueError(
-            f"{name} is a whole number of {plain.bit_length()} bits; it must be within "
+            f"{name} is a whole number of {result.bit_length()} bits; it must be within "
             f"±{sys.float_info.max:.2g}"
         )
-    return plain
+    return result
 
 
 def _plain_number(value: Any) -> Any:
@@ -168,8 +168,8 @@ def _plain_number(value: Any) -> Any:
 def hold_plain_numbers(value: object) -> None:
     """Apply `plain_numbers` to the fields of a frozen value, in its `__post_init__`."""
     for name, content in vars(value).items():
-        if (plain := plain_numbers(content, name)) is not content:
-            object.__setattr__(value, name, plain)
+        if (number := plain_numbers(content, name)) is not content:
+            object.__setattr__(value, name, number)
 
 
 def hold_numbers(value: object) -> None:
@@ -204,7 +204,7 @@ def text_up(value: float, digits: int = 6) -> str:
 def text_down(value: float) -> str:
     """Return a noise multiplier or standard deviation to six digits, rounded down.
 
-    The price of the printed noise is never below that of the noise itself.
+    The price of the printed noise is never below the price of the noise itself.
 
     >>> text_down(4.4509876), text_down(0.5)
     ('4.45098', '0.5')
@@ -231,7 +231,7 @@ def epsilon_up(epsilon: float) -> str:
 
 
 def epsilon_down(epsilon: float) -> str:
-    """Return a lower bound on ε, or the ε that a budget has left, as `epsilon_up` but rounded down.
+    """Return a lower bound on ε, or the ε left in a budget, as `epsilon_up` but rounded down.
 
     >>> epsilon_down(1.9999), epsilon_down(5.678e-4), epsilon_down(-0.5)
     ('1.999', '0.000567', '0.000')
@@ -248,6 +248,6 @@ def _epsilon(value: float, rounding: str) -> str:
 
 
 def _text(value: float, digits: int, rounding: str, scale: int = 0) -> str:
-    # The shortest text that is read as this float, of which digits are cut off exactly.
+    # Digits are cut off exactly from the shortest text that reads as this float.
     number = Decimal(repr(float(value))).scaleb(scale)
     return f"{float(Context(prec=digits, rounding=rounding).plus(number)):.{digits}g}"

@@ -23,10 +23,10 @@ _log = logging.getLogger(__name__)
 
 
 def write_atomically(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Replace the file at `path`, durably; after a crash or on a full disk it has the old content.
+    """Replace the file at `path`, durably; a crash or a full disk leaves the old content.
 
-    The content goes to a new file, which no other process has open, and which has its mode, less
-    the umask, from the start. Raises OSError.
+    The content goes to a new file, which no other process has open and which has its mode, less the
+    umask, from the start. Raises OSError.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -54,8 +54,8 @@ def write_new(path: Path, content: bytes) -> None:
 def keep_from_git(path: Path) -> None:
     """Have git ignore a secret file, and all files whose names begin with its name.
 
-    The file's folder gets a `.gitignore`, or one more line in it. The function changes no
-    `.gitignore` that somebody else wrote, and ignores a folder that cannot be written.
+    The file's folder gets a `.gitignore`, or another line in it. A `.gitignore` that somebody else
+    wrote is not changed, nor is a folder that cannot be written.
     """
     ignore, pattern = path.with_name(".gitignore"), f"/{path.name}*"
     with suppress(OSError):
@@ -75,7 +75,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file's name to an OSError; that of a failed write has none."""
+    """Add the file's name to an OSError; a failed write's error lacks it."""
     try:
         yield
     except OSError as error:
@@ -83,10 +83,10 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def with_room(write: Callable[[], _Result]) -> _Result:
-    """Return what `write` returns; repeat it, with longer pauses, while there is no room.
+    """Return the result of `write`; repeat it, with longer pauses, while there is no room.
 
-    A run waits since it must not lose the privacy budget that it has spent. A failed write must
-    leave nothing behind, or something that the next one replaces. Other errors pass.
+    A run waits because it must not lose the privacy budget that it has spent. A failed write must
+    leave nothing behind that the next one does not replace. Other errors propagate.
     """
     seconds = 1.0
     while True:

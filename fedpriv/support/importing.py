@@ -1,6 +1,6 @@
 """Functions and classes that a configuration names by import path, and their options.
 
-Throughout, `error` is the class of the FedprivError to raise and `what` the subject of its message.
+Throughout, `error` is the class of FedprivError to raise, and `what` the subject of its message.
 """
 
 import importlib
@@ -26,18 +26,18 @@ def import_function(
 ) -> Function:
     """Import and return the function or class at "package.module:function"; its module runs.
 
-    `known` are functions, or their paths, that have short names.
+    `known` maps short names to functions or their paths.
     """
-    found = known.get(path, path)
-    if not isinstance(found, str):
-        return found
-    if known and ":" not in found:
+    target = known.get(path, path)
+    if not isinstance(target, str):
+        return target
+    if known and ":" not in target:
         raise error(f"{what} is unknown; {known_names(path, known)}, or package.module:name")
-    module_name, name = split_path(what, found, error)
+    module_name, name = split_path(what, target, error)
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as cause:  # a script may call sys.exit(0)
-        reason = raised_at(cause)  # other messages than the following may hold users' data
+        reason = raised_at(cause)  # messages other than the following may hold users' data
         if isinstance(cause, ImportError):
             reason = str(cause)
         elif isinstance(cause, SyntaxError):  # its message has the file and line
@@ -54,7 +54,7 @@ def import_function(
 
 
 def split_path(what: str, path: str, error: type[FedprivError]) -> tuple[str, str]:
-    """Return the parts of "package.module:function"; `error` for a path of another form."""
+    """Return the parts of "package.module:function"; `error` if a path has another form."""
     module, _, name = path.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
         raise error(f"{what} is not of the form package.module:function")
@@ -62,7 +62,7 @@ def split_path(what: str, path: str, error: type[FedprivError]) -> tuple[str, st
 
 
 def check_installed(extra: str, *packages: str) -> None:
-    """Refuse unless all packages of an extra, by default one of its name, are there."""
+    """Refuse unless all packages of an extra, by default one with its name, are installed."""
     if missing := [name for name in packages or [extra] if find_spec(name) is None]:
         cure = f"pip install 'fedpriv[{extra}]' installs what is needed"
         raise InvalidValueError(f"{' and '.join(missing)} cannot be imported; {cure}")
@@ -77,7 +77,7 @@ def path_of(thing: object) -> str:
 def check_options(
     what: str, function: Function, options: Iterable[str], error: type[FedprivError]
 ) -> None:
-    """Raise `error` if options are unknown, or required ones absent.
+    """Raise `error` if options are unknown, or required ones are absent.
 
     A function that takes any keyword is not checked.
     """
@@ -90,8 +90,8 @@ def check_options(
     by_name = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     for option in options:
         if option not in by_name:
-            lacks = f"has no option {option!r}; {known_names(option, by_name)}"
-            raise error(f"{what} {lacks if by_name else 'takes no options'}")
+            problem = f"has no option {option!r}; {known_names(option, by_name)}"
+            raise error(f"{what} {problem if by_name else 'takes no options'}")
     for name, parameter in by_name.items():
         if parameter.default is parameter.empty and name not in options:
             raise error(f"{what} needs the option {name!r}")
@@ -117,8 +117,8 @@ def call_imported(
 ) -> _Kind:
     """Call a user's function and return its result; wrong options and exceptions become an `error`.
 
-    FedprivError, OSError and MemoryError pass.
-    `describe` puts an exception into words: `raised_with` if its message cannot hold users' data.
+    FedprivError, OSError and MemoryError propagate. `describe` puts an exception into words; pass
+    `raised_with` if its message cannot hold users' data.
     """
     check_options(what, function, options, error)
     try:
@@ -140,7 +140,7 @@ class Choice(Generic[_Kind]):
     def build(
         self, name: str, options: Mapping[str, object], optional: Mapping[str, object]
     ) -> _Kind:
-        """Return an object of the class, made of `options` and the `optional` ones that it takes.
+        """Return an object of the class, made from `options` and those of `optional` it takes.
 
         InvalidValueError if the class, an option or a value of an option is wrong.
         """
@@ -152,8 +152,8 @@ class Choice(Generic[_Kind]):
             raise InvalidValueError(f"{what} is {actual}; it must be derived from {base}")
         parameters = inspect.signature(kind).parameters
         arguments = {k: v for k, v in optional.items() if k in parameters} | {**options}
-        built = call_imported(what, kind, arguments, InvalidValueError, raised_with)
-        return cast(_Kind, built)
+        value = call_imported(what, kind, arguments, InvalidValueError, raised_with)
+        return cast(_Kind, value)
 
     def name_of(self, value: object) -> str:
         """Return the short name of an object's class, or its import path."""

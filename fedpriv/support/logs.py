@@ -1,8 +1,8 @@
-"""Logs of long-running commands: one line a record on stderr, for people or for programs.
+"""Logs of long-running commands: one line per record on stderr, for people or for programs.
 
-Names of nodes and reasons come from other machines, and the message of an exception may come from
-users' data. So every record is one line of printable characters, and for an exception it has only
-the type and the files and lines of its traceback.
+Names of nodes and reasons come from other machines, and exception messages may come from users'
+data. So every record is one line of printable characters, and has only the type of an exception and
+the files and lines of its traceback.
 """
 
 import atexit
@@ -18,7 +18,7 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
 
-SIMULATION_ONLY = "simulation only, not private"  # begins what no guarantee covers
+SIMULATION_ONLY = "simulation only, not private"  # begins text that no guarantee covers
 _NOTICE = timedelta(days=30)  # before the end of a certificate
 _MINUTE = 60.0
 _LAST_LINES = 10
@@ -35,9 +35,9 @@ _STANDARD = vars(logging.makeLogRecord({})).keys() | {"message", "asctime", "tas
 
 
 class LineLimit(logging.Filter):
-    """Passes a limited number of records a minute of each level; a later one says how many it lost.
+    """Passes a limited number of records per minute and level; a later one says how many were lost.
 
-    The minute of a level begins with its first record.
+    A level's minute begins with its first record.
     """
 
     def __init__(self, per_minute: int) -> None:
@@ -75,11 +75,11 @@ def _say(record: logging.LogRecord, missing: int) -> None:
 
 
 def configure(form: LogFormat, per_minute: int | None = None) -> None:
-    """Write all records from level INFO on, and Python's warnings, to stderr and nowhere else.
+    """Write all records from level INFO on, and Python's warnings, only to stderr.
 
     `per_minute` limits the records of each level; the last ones are written when Python ends.
     """
-    # Before gRPC starts: its own lines have another format and quote strangers unescaped.
+    # Before gRPC starts: its own lines have another format, and quote strangers unescaped.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if form is LogFormat.JSON else TextFormatter())
@@ -93,12 +93,12 @@ def configure(form: LogFormat, per_minute: int | None = None) -> None:
 @contextmanager
 def silenced(level: int) -> Iterator[None]:
     """Log nothing of this level or below within the context."""
-    before = logging.root.manager.disable
+    previous = logging.root.manager.disable
     logging.disable(level)
     try:
         yield
     finally:
-        logging.disable(before)
+        logging.disable(previous)
 
 
 def one_line(text: str) -> str:
@@ -119,7 +119,7 @@ def trouble(log: logging.Logger, node: str, what: str, why: str) -> None:
 
 
 def expiry(end: datetime, now: datetime) -> str | None:
-    """Return a warning if a certificate has expired, or will within 30 days; otherwise None."""
+    """Return a warning if a certificate has expired or will within 30 days; otherwise None."""
     if end > now + _NOTICE:
         return None
     day = end.strftime("%Y-%m-%d %H:%M UTC")
@@ -141,15 +141,15 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record."""
-        fixed: dict[str, object] = {
+        base: dict[str, object] = {
             "time": _time(record, "milliseconds"),
             "level": record.levelname,
             "logger": record.name,
             "message": _message(record),
         }
-        names = vars(record).keys() - _STANDARD - fixed.keys()
+        names = vars(record).keys() - _STANDARD - base.keys()
         extra = {name: _scalar(value) for name, value in vars(record).items() if name in names}
-        return json.dumps(fixed | extra, allow_nan=False)
+        return json.dumps(base | extra, allow_nan=False)
 
 
 def _time(record: logging.LogRecord, precision: str) -> str:

@@ -198,7 +198,7 @@ def test_columns_that_do_not_fit_are_refused_before_anything_is_charged(
 def test_users_that_are_not_the_enrolled_ones_are_refused(tmp_path: Path) -> None:
     with (
         open_records(tmp_path) as records,
-        pytest.raises(InvalidValueError, match="the store holds 40 users; the sampling is of 41"),
+        pytest.raises(InvalidValueError, match="the store holds 40 users; the sampling is for 41"),
     ):
         ask(survey(41), USERS, records, SeededEntropy(0))
 

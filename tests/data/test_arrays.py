@@ -177,7 +177,7 @@ def test_what_may_be_missing_is_refused_everywhere():
         lambda: Population("a", UserStore({"x": whole}, np.array([0, 3])), {"x": masked}),
         lambda: Population.from_arrays(whole, whole, [0, 1, 2], held_out=(masked, whole)),
     ):
-        with pytest.raises(DataError, match="is a masked array; fill what is missing"):
+        with pytest.raises(DataError, match="is a masked array; fill missing values"):
             make()
 
 
@@ -201,7 +201,7 @@ def test_grouped_users_keep_their_order_and_rows():
 
 
 def test_a_user_id_in_two_places_is_an_error():
-    with pytest.raises(DataError, match="user id 'ann' comes twice"):
+    with pytest.raises(DataError, match="user id 'ann' occurs twice"):
         from_grouped([("ann", user(1)), ("bob", user(2)), ("ann", user(3))])
 
 

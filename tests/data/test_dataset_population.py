@@ -204,7 +204,7 @@ def test_nothing_is_left_behind(place, monkeypatch, tmp_path):
             "columns is of the type str",
         ),
         ({"user_column": "writer", "columns": {"x": [3]}}, InvalidValueError, "columns is "),
-        ({"user_column": "writer", "columns": {"x": []}}, DataError, "'x' is made of no columns"),
+        ({"user_column": "writer", "columns": {"x": []}}, DataError, "'x' has no columns"),
         ({"user_column": "writer", "columns": {"x": ["writer"]}}, DataError, "'writer' holds text"),
         (
             {"user_column": "writer", "columns": {"x": "writer"}},
@@ -305,7 +305,7 @@ def test_held_out_rows_of_the_enrolled_are_refused(place):
     ("name", "content", "sentence"),
     [
         ("absent.csv", None, "absent.csv does not exist"),
-        ("notes.txt", "a,b", r"notes.txt is not a dataset; legal are .*\.parquet"),
+        ("notes.txt", "a,b", r"notes.txt is not a dataset; it must be .*\.parquet"),
         ("bad.csv", "a,b\n1,2\nsecret,3,4\n", r"bad.csv .* line 3 has 3 values, line 1 has 2 n"),
         ("bad.csv", 'a,b\n"secret\nx",2\n1,2,3\n', r"line 4 has 3 values"),
         ("bad.csv", "a,b\n1,2\nsecret\xe9,3\n".encode("latin-1"), "line 3 is not UTF-8; save"),
@@ -337,7 +337,7 @@ def test_folders_that_hold_no_dataset_are_one_sentence(place, tmp_path):
     ):
         open_dataset(place / "saved")
     for folder in (tmp_path, place):  # nothing, and files of several kinds
-        with pytest.raises(DataError, match="is not a dataset; legal are a folder saved by"):
+        with pytest.raises(DataError, match="is not a dataset; it must be a folder saved by"):
             open_dataset(folder)
 
 

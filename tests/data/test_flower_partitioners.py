@@ -78,7 +78,7 @@ def test_each_row_is_its_users_or_nobodys(owners):
 
 @pytest.mark.parametrize("parts", [([0, 1], [1, 2]), ([0, 1, 0], [2])])
 def test_a_row_with_two_users_is_refused(parts):
-    with pytest.raises(DataError, match="'Parts' gives 1 rows to two users or twice to one"):
+    with pytest.raises(DataError, match="'Parts' deals 1 rows twice; it must deal"):
         from_partitioner(dataset(), Parts(*parts), {"value": "value"})
 
 

@@ -119,8 +119,8 @@ def test_what_is_neither_reached_nor_cached_is_one_sentence(fetched, offline):
     absent, split, subset, same = (offline[n] for n in ("absent", "split", "subset", "same"))
     assert {absent[0], split[0], subset[0], same[0]} == {"DataError"}
     assert absent[1].startswith(
-        "dataset 'someone/nothing' of the Hugging Face hub is neither reached nor in the cache "
-        f"{home / 'hf' / 'datasets'}: "
+        "dataset 'someone/nothing' of the Hugging Face hub is not in the cache "
+        f"{home / 'hf' / 'datasets'} and cannot be reached: "
     )
     assert split[1].endswith("has no splits ['train', 'tset']; known names: train, test")
     assert "'big'" in subset[1]

@@ -136,7 +136,7 @@ def test_owners_is_at_least_one_and_its_field_is_reserved() -> None:
     ("owners", "message"),
     [
         (np.array([["a", "z"], ["b", "b"]]), "names a user who is not enrolled"),
-        (np.array([["b", "a"], ["b", "b"]]), "must name the user first with whom a row is stored"),
+        (np.array([["b", "a"], ["b", "b"]]), "must first name the user with whom a row is stored"),
         (np.array(["a", "b"]), r"has shape \(2,\), not ids of several users per row"),
     ],
 )
@@ -174,7 +174,7 @@ def test_whole_users_are_neither_trained_nor_asked(tmp_path: Path) -> None:
     people = letters()
     whole = fedpriv.Mechanism.poisson(0.5, fedpriv.Flat(1.0))
     whole = whole.calibrate(epsilon=8.0, delta=1e-2, rounds=2)
-    sentence = "whole users are drawn and rows have up to 3 owners; only where examples are drawn"
+    sentence = "whole users are drawn and rows have up to 3 owners; each user's share in such rows"
     with pytest.raises(DataError, match=sentence):
         run(people, whole, tmp_path / "run", rounds=2, local=fedpriv.SGD(1.0, epochs=1))
     assert not (tmp_path / "run").exists()

@@ -329,7 +329,7 @@ def test_frames_and_series_are_columns_of_arrays_too() -> None:
     np.testing.assert_array_equal(people.users.fields["x"][:, :4], NUMBERS[IN_ORDER])
     assert people.users.fields["y"].tolist() == [1, 1, 2, 2, 0, 1]
     others = dummies[[*dummies][::-1]], FRAME["label"]
-    with pytest.raises(DataError, match=r"held-out columns are \['label_yes'.*give both alike"):
+    with pytest.raises(DataError, match=r"held-out columns are \['label_yes'.*they must agree"):
         Population.from_arrays(dummies, FRAME["label"], FRAME["who"], held_out=others)
     several = Population.from_frame(FRAME, x="age", y=["weight", "smokes"], user="who").users
     np.testing.assert_array_equal(several.fields["y"], NUMBERS[IN_ORDER][:, [2, 1]])
@@ -381,7 +381,7 @@ CITY = FRAME.assign(city=["york"] * 6, job=pd.Categorical([1, 2] * 3))
         (FRAME, {"user": "whom"}, DataError, "the frame has no column 'whom'; did you mean 'who'"),
         (FRAME, {"x": ["ages"]}, DataError, "has no column 'ages'; did you mean 'age'"),
         (FRAME, {"x": ["age", "label"]}, DataError, "column 'label' is an input and y or user"),
-        (FRAME, {"x": []}, DataError, "is made of no columns"),
+        (FRAME, {"x": []}, DataError, "has no columns; it must"),
         (X, {}, DataError, "the frame is a ndarray; it must be a table with named columns"),
         (CITY, {}, DataError, r"columns \['city', 'job'\] hold text or cat.*columns=\['city', 'jo"),
         (

@@ -123,7 +123,7 @@ def test_a_softmax_before_cross_entropy_is_suspected_and_not_refused() -> None:
     for model, suspected in ((softmax(), True), (nn.Linear(4, 3), False)):
         for held in (rows, {}):
             notes = check_learns(Task(model), held, rows, LOCAL)
-            assert any("takes the softmax again" in note for note in notes) is suspected
+            assert any("applies softmax again" in note for note in notes) is suspected
     own = Task(
         softmax(), lambda outputs, y: functional.nll_loss(outputs.log(), y, reduction="none")
     )
@@ -136,7 +136,7 @@ def test_a_sigmoid_before_binary_cross_entropy_is_suspected_and_not_refused() ->
     nn.init.constant_(small.bias, 0.5)  # type: ignore[arg-type]
     for model, suspected in ((nn.Sequential(nn.Linear(4, 1), nn.Sigmoid()), True), (small, False)):
         notes = check_learns(Task(model, "binary-cross-entropy"), rows, rows, LOCAL)
-        assert any("takes the sigmoid again" in note for note in notes) is suspected
+        assert any("applies sigmoid again" in note for note in notes) is suspected
 
 
 class Cut(nn.Module):

@@ -138,8 +138,8 @@ def test_a_node_reads_users_by_types_and_shapes_alone() -> None:
 @pytest.mark.parametrize(
     ("outputs", "loss", "message"),
     [
-        (1, "mse", r"classes \['hi', 'lo', 'mid'\] and the loss is of numbers; use cross-entropy"),
-        (1, "binary-cross-entropy", "the loss is binary-cross-entropy, for two; use cross-entropy"),
+        (1, "mse", r"classes \['hi', 'lo', 'mid'\] and the loss takes numbers; use cross-entropy"),
+        (1, "binary-cross-entropy", "and binary-cross-entropy takes two; use cross-entropy"),
         (2, "cross-entropy", "the model returns 2 scores and targets are the classes"),
     ],
 )

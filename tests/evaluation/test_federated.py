@@ -441,7 +441,7 @@ def test_a_model_that_remembers_users_beyond_itself_is_refused(
     x = np.tile(np.arange(5), (60, 1)) if words else np.ones((60, 5), np.float32)
     people = fedpriv.Population.from_arrays(x, y, np.arange(60) % 20, held_out=(x, y))
     mechanism = fedpriv.Mechanism.poisson(q=0.5, clipping=fedpriv.Flat(1.0))
-    with pytest.raises(ModelError, match="gives the same user something else after others"):
+    with pytest.raises(ModelError, match="gives the same user another value after others"):
         fedpriv.simulate(
             people,
             task,

@@ -305,7 +305,7 @@ def test_users_for_whom_a_figure_is_no_number_are_left_out() -> None:
         ({"a": {"k": 2}}, "its key figure must be a name"),
         ({"a": 3}, "figure 'a' is 3"),
         ({"a": "nowhere:auc"}, "figure 'a' cannot be imported"),
-        ({"loss": "auc"}, "figure 'loss' is measured in any case"),
+        ({"loss": "auc"}, "figure 'loss' is always measured"),
     ],
 )
 def test_figures_that_cannot_be_made_are_refused(figures: dict[str, object], message: str) -> None:

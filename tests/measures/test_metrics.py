@@ -121,7 +121,7 @@ def test_good_metrics_pass() -> None:
         (Metric("los"), InvalidValueError, "unknown metric 'los'"),
         (Metric("os:getcwd"), InvalidValueError, "unknown metric 'os:getcwd'"),
         (Metric("loss", (2,)), InvalidValueError, r"gives shape \[2\] for 2 .* must be \[2, 2\]"),
-        (Metric("examples"), InvalidValueError, r"options \(\); there must be one, the cap"),
+        (Metric("examples"), InvalidValueError, r"options \(\); it must have one, the cap"),
         (Metric("averaging"), InvalidValueError, r"gives shape \[1\] for 2 examples"),
         (Metric("raising"), ModelError, "'raising' cannot be computed: no such thing"),
         (Metric("batch-norm", (4,)), InvalidValueError, "needs a model with batch normalisation"),
@@ -168,7 +168,7 @@ def test_accuracy_needs_scores() -> None:
     task = Task(nn.Sequential(nn.Linear(6, 1), nn.Flatten(0)), squared_error)
     with pytest.raises(
         InvalidValueError,
-        match=r"scores of them with one axis more; targets are .* and outputs \[2\]",
+        match=r"scores with one more axis; targets are .* and outputs \[2\]",
     ):
         check(task, metric("accuracy"))
 

@@ -44,7 +44,7 @@ def test_a_page_replaces_pages_alone(copy: Path) -> None:
     ledger = copy / "ledger.sqlite"
     kept = ledger.read_bytes()
     line = refused("report", copy, "--out", ledger)
-    assert "ledger.sqlite exists already and is no HTML; it is not overwritten" in line
+    assert "ledger.sqlite exists already and is not HTML; it is not overwritten" in line
     assert ledger.read_bytes() == kept
     page = copy / "report.html"
     page.write_text("<!doctype html><p>An older one")

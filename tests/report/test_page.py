@@ -219,7 +219,7 @@ def test_what_no_guarantee_covers_is_marked(tmp_path: Path) -> None:
     )
     norms = words(section(document, "norms"))
     assert norms.count("simulation only") == 4
-    assert norms.count("must not be published of real users") == 4
+    assert norms.count("must not be published for real users") == 4
     assert "seeded" not in words(document)
     plain = made_up(tmp_path / "b", [FULL], [released(1)])
     assert "simulation" not in words(section(parsed(render(page_of_run(plain))), "norms"))

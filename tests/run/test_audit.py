@@ -97,7 +97,7 @@ def test_a_run_says_what_its_releases_show(audited: tuple[Path, str]) -> None:
     assert read_run(out).audit == found
     page = Path(printed("report", out).strip()).read_text("utf-8")
     assert found.text in page
-    assert "Scores of canaries that were there" in page
+    assert "Scores of included and of excluded canaries" in page
     verified = printed(
         "ledger",
         "verify",

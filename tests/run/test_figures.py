@@ -204,7 +204,7 @@ def test_figures_are_named_in_a_file(tmp_path: Path) -> None:
         ('evaluation.figures.area="acu"', "figure 'area' is 'acu', which is unknown"),
         ("evaluation.figures.area=3", "figure 'area' is 3"),
         ('evaluation.figures.area="rmse"', "figure 'area' cannot be computed on the held-out rows"),
-        ('evaluation.figures.loss="auc"', "figure 'loss' is measured in any case"),
+        ('evaluation.figures.loss="auc"', "figure 'loss' is always measured"),
         ('evaluation.figure.a="auc"', "unknown key evaluation.figure"),
         ("model.inputs=[]", "inputs are (); there must be at least one"),
         ('model.inputs="z"', "no field 'z'; inputs and targets must be among ['"),

@@ -70,7 +70,7 @@ def test_figures_of_groups_are_those_of_their_rows(tmp_path: Path, owners) -> No
     [
         ("sit", "by 'sit'.*'site'"),
         ("age", "by 'age', which has 100 values"),
-        ("two", r"by 'two', which has values \[3\] in each"),
+        ("two", r"by 'two', which has arrays \[3\] in the"),
     ],
 )
 def test_fields_that_make_no_groups_are_refused_before_anything_is_spent(

@@ -147,7 +147,7 @@ def test_everything_that_tells_an_epsilon_says_that_it_is_a_projection(tmp_path:
     assert (end["as_if"], end["enrolled_epsilon"]) == (AS_IF, run.enrolled_epsilon)
     page = run.report().read_text(encoding="utf-8")
     assert f"A projection: as if {AS_IF:,} users were enrolled" in page
-    assert "For the 40 who are there it is (" in page
+    assert "For the 40 enrolled it is (" in page
     assert "projected user-level" in page
     charts = [path for path in run.draw() if path.suffix == ".svg"]
     (spent,) = (path for path in charts if path.stem == "epsilon")
