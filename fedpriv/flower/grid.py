@@ -59,7 +59,7 @@ class GridTransport(Transport):
     * Each worker is counted once, by a reply of its own to this attempt at this round.
     * Only the code of a reply that is an error is logged.
     * A round that lacks an answer raises, so it is not released. A worker that does not answer
-      lacks the code or has died, and without its users the experiment would be a different one.
+      lacks the code or has died; without its users the experiment would be a different one.
     """
 
     grid: Grid
@@ -138,8 +138,8 @@ def introduced_workers(
         if stopping.wait(_STOP_CHECK_SECONDS):
             raise StoppedError("the simulation was asked to stop")
     if len(ids) != workers:
-        present = f"there are {len(ids)} workers (SuperNodes)"
-        raise WorkerError(f"{present}; the run is configured for {workers}")
+        count = f"there are {len(ids)} workers (SuperNodes)"
+        raise WorkerError(f"{count}; the run is configured for {workers}")
     ends = [users.population * number // workers for number in range(workers + 1)]
     shares = dict(zip(ids, map(range, ends, ends[1:]), strict=True))
     messages = (
@@ -208,7 +208,7 @@ class GridSimulation:
 
 
 def introduce(content: RecordDict) -> bytes:
-    """Load the population that a message describes; return the `digest_of_shard` of a share of it.
+    """Load the population in a message; return the `digest_of_shard` of the share in it.
 
     FedprivError: the message is invalid, or the population cannot be loaded.
     """
