@@ -51,8 +51,8 @@ def accuracies(
         paths = Path(folder) / "ledger.sqlite", Path(folder) / "participation.sqlite"
         with PrivacyRecords.open(*paths, task, experiment.budget) as records:
             state, entropy = experiment.initial_state, experiment.entropy
-            for after, _ in train(experiment.plan, state, transport, records, entropy):
-                models.append({n: t.astype(np.float64) for n, t in after.model.items()})
+            for state_after, _ in train(experiment.plan, state, transport, records, entropy):
+                models.append({n: t.astype(np.float64) for n, t in state_after.model.items()})
     means = {
         name: {n: np.mean([m[n] for m in models[-(ROUNDS // k) :]], axis=0) for n in models[0]}
         for name, k in FRACTIONS.items()
@@ -62,13 +62,13 @@ def accuracies(
         for model in models[1:]:
             mean = {n: decay * mean[n] + (1.0 - decay) * model[n] for n in mean}
         means[f"ema {decay:g}"] = mean
-    found = {}
+    results = {}
     for name, tensors in {"last": models[-1], **means}.items():
         model = {n: t.astype(np.float32) for n, t in tensors.items()}
         figures = evaluate(experiment.task, experiment.held_out, experiment.device, model)
         assert figures.accuracy is not None
-        found[name] = figures.accuracy
-    return found
+        results[name] = figures.accuracy
+    return results
 
 
 def main() -> None:
@@ -83,9 +83,9 @@ def main() -> None:
         if any(row.items() >= key.items() for row in rows):
             continue
         of_seeds = [accuracies(task, epsilon, optimizer, rate, norm, seed) for seed in range(SEEDS)]
-        last = np.mean([found["last"] for found in of_seeds])
+        last = np.mean([scores["last"] for scores in of_seeds])
         gains = {
-            name: round(100.0 * float(np.mean([found[name] for found in of_seeds]) - last), 1)
+            name: round(100.0 * float(np.mean([scores[name] for scores in of_seeds]) - last), 1)
             for name in of_seeds[0]
             if name != "last"
         }

@@ -57,8 +57,8 @@ def less_noise(share: float, most: int | None = None) -> Iterator[None]:
     honest = noise.rounded_gaussian
 
     def drawn(key: bytes, count: int, stddev: float) -> IntegerVector:
-        few = most is None or count <= most
-        return honest(key, count, stddev * (share if few else 1.0))
+        is_small = most is None or count <= most
+        return honest(key, count, stddev * (share if is_small else 1.0))
 
     with patch.object(gaussian_mechanism, "rounded_gaussian", drawn):
         yield
@@ -69,9 +69,9 @@ def sums_of_many_louder() -> Iterator[None]:
     """A cohort's sum is multiplied by the number of its users."""
     honest = rounds.add_up
 
-    def added(partials: Iterable[PartialSum], how: Clipping, users: int) -> PartialSum:
-        found = honest(partials, how, users)
-        return replace(found, total=found.total * max(1, found.users))
+    def added(partials: Iterable[PartialSum], clipping: Clipping, users: int) -> PartialSum:
+        partial = honest(partials, clipping, users)
+        return replace(partial, total=partial.total * max(1, partial.users))
 
     with patch.object(rounds, "add_up", added):
         yield
@@ -82,8 +82,8 @@ def realised_denominator() -> Iterator[None]:
     """Averages are over those who came, and not over the constant number that is expected."""
     honest = rounds.release
 
-    def released(mechanism: Any, at: Any, cohort: PartialSum, *others: Any) -> Any:
-        average = honest(mechanism, at, cohort, *others)
+    def released(mechanism: Any, at: Any, cohort: PartialSum, *arguments: Any) -> Any:
+        average = honest(mechanism, at, cohort, *arguments)
         return average * mechanism.sampling.expected_cohort_size / max(1, cohort.users)
 
     with patch.object(rounds, "release", released):
@@ -95,10 +95,12 @@ def clipped_together() -> Iterator[None]:
     """A chunk's updates are scaled down by the largest of them: one user changes all others'."""
     honest = batched.add_contributions
 
-    def add(total: FloatVector, updates: Updates, how: Clipping, weights: IntegerVector) -> None:
-        held = {name: update[:] for name, update in updates.items()}
-        largest = max(float(tensor.abs().max()) for tensor in held.values())
-        honest(total, {n: t / max(1.0, largest) for n, t in held.items()}, how, weights)
+    def add(
+        total: FloatVector, updates: Updates, clipping: Clipping, weights: IntegerVector
+    ) -> None:
+        tensors = {name: update[:] for name, update in updates.items()}
+        maximum = max(float(tensor.abs().max()) for tensor in tensors.values())
+        honest(total, {n: t / max(1.0, maximum) for n, t in tensors.items()}, clipping, weights)
 
     with patch.object(trainer, "add_contributions", add):
         yield
@@ -109,9 +111,11 @@ def one_failure_spoils_all() -> Iterator[None]:
     """A chunk counts as zero if one of its updates is not finite."""
     honest = batched.add_contributions
 
-    def add(total: FloatVector, updates: Updates, how: Clipping, weights: IntegerVector) -> None:
+    def add(
+        total: FloatVector, updates: Updates, clipping: Clipping, weights: IntegerVector
+    ) -> None:
         if all(bool(torch.isfinite(update[:]).all()) for update in updates.values()):
-            honest(total, updates, how, weights)
+            honest(total, updates, clipping, weights)
 
     with patch.object(trainer, "add_contributions", add):
         yield
@@ -135,10 +139,10 @@ def shapes_of_all_enrolled() -> Iterator[None]:
     """Losses are means over as many rows as the largest enrolled user has, drawn or not."""
     honest = InProcessTransport.collect
 
-    def collected(own: InProcessTransport, request: RoundRequest) -> Iterator[PartialSum]:
-        largest = int(own.users.sizes.max())
-        for partial_sum in honest(own, request):
-            yield replace(partial_sum, total=partial_sum.total * 10 // max(10, largest))
+    def collected(transport: InProcessTransport, request: RoundRequest) -> Iterator[PartialSum]:
+        rows = int(transport.users.sizes.max())
+        for partial_sum in honest(transport, request):
+            yield replace(partial_sum, total=partial_sum.total * 10 // max(10, rows))
 
     with patch.object(InProcessTransport, "collect", collected):
         yield
@@ -147,13 +151,13 @@ def shapes_of_all_enrolled() -> Iterator[None]:
 @contextmanager
 def noise_used_twice() -> Iterator[None]:
     """Each group's noise of a round again in the next one."""
-    kept = dict[int, np.ndarray]()
+    stored = dict[int, np.ndarray]()
 
     def again(key: bytes, count: int, stddev: float) -> np.ndarray:
-        if count in kept:
-            return kept.pop(count)
-        kept[count] = rounded_gaussian(key, count, stddev)
-        return kept[count]
+        if count in stored:
+            return stored.pop(count)
+        stored[count] = rounded_gaussian(key, count, stddev)
+        return stored[count]
 
     with patch.object(gaussian_mechanism, "rounded_gaussian", again):
         yield
@@ -166,7 +170,7 @@ def bound_as_if_joint() -> Iterator[None]:
     def of_one(
         moved: tuple[float, ...], noise_multiplier: float, _shares: object
     ) -> tuple[float, ...]:
-        return tuple(noise_multiplier * each for each in moved)
+        return tuple(noise_multiplier * sensitivity for sensitivity in moved)
 
     def least(event: RoundEvent) -> float:
         return min(query.noise_stddev / query.clipping_norm for query in event.queries)
@@ -181,10 +185,10 @@ def bound_as_if_joint() -> Iterator[None]:
 @contextmanager
 def half_of_q_charged() -> Iterator[None]:
     """Users who join twice as often as is charged."""
-    stated = PoissonSampling.event
+    honest = PoissonSampling.event
 
     def half(sampling: PoissonSampling) -> SamplingEvent:
-        event = stated(sampling)
+        event = honest(sampling)
         return replace(event, sampling_probability=event.sampling_probability / 2.0)
 
     with patch.object(PoissonSampling, "event", half):

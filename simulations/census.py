@@ -85,19 +85,19 @@ def table(answers: Answers, users: UserStore) -> Table:
         "income": tuple(f"{p:.0%} have at most $" for p in PROBABILITIES),
         "education": EDUCATION,
     }
-    shown = Table("", "", "truth (in this study only)", "released", "noise ±", "95% interval")
-    for column in shown.columns[2:]:
+    grid = Table("", "", "truth (in this study only)", "released", "noise ±", "95% interval")
+    for column in grid.columns[2:]:
         column.justify = "right"
-    for name, true in truth(users).items():
+    for name, truth_value in truth(users).items():
         answer = answers[name]
         digits = 2 if name == "mean age" else 0
-        parts = (true, answer.value, answer.noise_stddev, answer.low, answer.high)
+        parts = (truth_value, answer.value, answer.noise_stddev, answer.low, answer.high)
         rows = np.stack([np.atleast_1d(part) for part in parts], axis=1)
         for label, row in zip(labels[name], rows, strict=True):
-            known, value, noise, low, high = (f"{number:,.{digits}f}" for number in row)
-            shown.add_row(name, label, known, value, noise, f"{low} to {high}")
-        shown.add_section()
-    return shown
+            exact, value, noise, low, high = (f"{number:,.{digits}f}" for number in row)
+            grid.add_row(name, label, exact, value, noise, f"{low} to {high}")
+        grid.add_section()
+    return grid
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> None:

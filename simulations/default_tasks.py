@@ -34,12 +34,12 @@ _ASSOCIATE = 12  # the least educ with a degree
 
 def employment() -> Population:
     """Who is employed? Each of 20,000 people is a user, with one record of nine facts."""
-    people, others = load(find_census()).split(HELD_OUT)
+    people, held_out = load(find_census()).split(HELD_OUT)
     return Population.from_arrays(
         scaled(people.x),
         people.y.astype(np.int64),
         np.arange(len(people.y)),
-        held_out=(scaled(others.x), others.y.astype(np.int64)),
+        held_out=(scaled(held_out.x), held_out.y.astype(np.int64)),
         name="census: employment",
     )
 
@@ -52,21 +52,21 @@ def census(target: str, users: int) -> Population:
     """
     columns = read_csv(find_census(), ["age", "educ", "income", *YES_OR_NO])
     hidden = {"age": (), "income": (), "married": ("married", "divorced")}
-    asked = ("employed", "married", "children", "disability", "militaryservice")
-    facts = [n for n in YES_OR_NO if n not in hidden.get(target, asked)]
+    answers = ("employed", "married", "children", "disability", "militaryservice")
+    facts = [n for n in YES_OR_NO if n not in hidden.get(target, answers)]
     x = census_facts(columns, facts)
     rich = columns["income"] > 50_000
     if target == "age":
         x = np.hstack([x[:, 7:], rich[:, None]]).astype(np.float32)  # without the groups of ages
         y = ((columns["age"] - 45.0) / 15.0).astype(np.float32)[:, None]
     elif target == "answers":
-        y = np.stack([columns[name] for name in asked], axis=1).astype(np.float32)
+        y = np.stack([columns[name] for name in answers], axis=1).astype(np.float32)
     else:
         y = (rich if target == "income" else columns[target] == 1.0).astype(np.int64)
     order = np.random.default_rng(0).permutation(len(y))
-    some, others = order[:users], order[-_TESTED:]
+    training, testing = order[:users], order[-_TESTED:]
     return Population.from_arrays(
-        x[some], y[some], np.arange(users), held_out=(x[others], y[others]), name=target
+        x[training], y[training], np.arange(users), held_out=(x[testing], y[testing]), name=target
     )
 
 
@@ -74,10 +74,14 @@ def tumours() -> Population:
     """Which of 426 tumours is benign? One row each; scaled by the 143 that are held out."""
     x, y = load_breast_cancer(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(y))
-    some, others = order[143:], order[:143]
-    x = ((x - x[others].mean(0)) / x[others].std(0)).clip(-5, 5).astype(np.float32)
+    training, testing = order[143:], order[:143]
+    x = ((x - x[testing].mean(0)) / x[testing].std(0)).clip(-5, 5).astype(np.float32)
     return Population.from_arrays(
-        x[some], y[some], np.arange(len(some)), held_out=(x[others], y[others]), name="tumours"
+        x[training],
+        y[training],
+        np.arange(len(training)),
+        held_out=(x[testing], y[testing]),
+        name="tumours",
     )
 
 
@@ -100,11 +104,11 @@ def writers(images: int) -> Population:
     """MNIST's writers, each with its first images."""
     all_of = load_mnist_writers()
     starts, ends = all_of.users.offsets[:-1], all_of.users.offsets[1:]
-    some = np.concatenate(
+    rows = np.concatenate(
         [np.arange(a, min(b, a + images)) for a, b in zip(starts, ends, strict=True)]
     )
     owner = np.repeat(np.arange(len(starts)), np.minimum(ends - starts, images))
-    x, y = (all_of.users.fields[name][some] for name in ("x", "y"))
+    x, y = (all_of.users.fields[name][rows] for name in ("x", "y"))
     test = all_of.test["x"][:_TESTED], all_of.test["y"][:_TESTED]
     return Population.from_arrays(x, y, owner, held_out=test, name="writers")
 
@@ -117,8 +121,8 @@ def digits_dealt(users: int, deal: str) -> Population:
     """
     writers = load_mnist_writers()
     draw = np.random.default_rng(0)
-    some = draw.permutation(writers.users.rows)[: 20 * users if deal == "equal" else 10_000]
-    x, y = (writers.users.fields[name][some] for name in ("x", "y"))
+    rows = draw.permutation(writers.users.rows)[: 20 * users if deal == "equal" else 10_000]
+    x, y = (writers.users.fields[name][rows] for name in ("x", "y"))
     if deal == "label":
         owner = shards(y, users, 1, 0)
     elif deal == "equal":
@@ -176,10 +180,10 @@ def speeches(users: int) -> Population:
     roles = load_shakespeare_roles(length=16, windows_per_role=8)
     ends = roles.users.offsets
     owner = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
-    some = owner < users
-    x, y = (roles.users.fields[name][some] for name in ("x", "y"))
+    selected = owner < users
+    x, y = (roles.users.fields[name][selected] for name in ("x", "y"))
     test = roles.test["x"][:_TESTED], roles.test["y"][:_TESTED]
-    return Population.from_arrays(x, y, owner[some], held_out=test, name="speeches")
+    return Population.from_arrays(x, y, owner[selected], held_out=test, name="speeches")
 
 
 class Recurrent(nn.Module):
@@ -208,13 +212,13 @@ class Task:
     delta: float
 
 
-def _mlp(inputs: int, hidden: int, classes: int, **others: object) -> dict[str, object]:
+def _mlp(inputs: int, hidden: int, classes: int, **sections: object) -> dict[str, object]:
     options = {"inputs": inputs, "hidden": hidden, "classes": classes}
-    return {"name": "mlp", "options": options, **others}
+    return {"name": "mlp", "options": options, **sections}
 
 
-def _linear(inputs: int, classes: int, **others: object) -> dict[str, object]:
-    return {"name": "softmax", "options": {"inputs": inputs, "classes": classes}, **others}
+def _linear(inputs: int, classes: int, **options: object) -> dict[str, object]:
+    return {"name": "softmax", "options": {"inputs": inputs, "classes": classes}, **options}
 
 
 def _here(function: str, **options: object) -> dict[str, object]:

@@ -121,9 +121,9 @@ class Results:
     @classmethod
     def read(cls, file: Path) -> "Results":
         """Read the file."""
-        held = json.loads(file.read_text("utf-8"))
-        bounds = {task: (low, high) for task, (low, high) in held["bounds"].items()}
-        return cls(bounds, [Run(**row) for row in held["runs"]])
+        content = json.loads(file.read_text("utf-8"))
+        bounds = {task: (low, high) for task, (low, high) in content["bounds"].items()}
+        return cls(bounds, [Run(**row) for row in content["runs"]])
 
     def write(self, file: Path) -> None:
         """Write the file, without what is a default of `Run`."""
@@ -139,15 +139,15 @@ class Results:
 
     def of(self, task: str) -> dict[Setting, float]:
         """Return the scores of all settings that were compared on a task."""
-        tried = (run for run in self.runs if (run.task, run.seed) == (task, CHOSEN_BY))
-        return {run.setting: run.score for run in tried if run.score is not None}
+        runs = (run for run in self.runs if (run.task, run.seed) == (task, CHOSEN_BY))
+        return {run.setting: run.score for run in runs if run.score is not None}
 
     def mean(self, task: str, setting: Setting) -> float:
         """Return the mean score of a setting under the other seeds; NaN if there is none."""
         if setting.norm == DEFAULT(cohort_of(task)):
             setting = replace(setting, norm=None)
-        same = (run for run in self.runs if (run.task, run.setting) == (task, setting))
-        scores = [run.score for run in same if run.seed != CHOSEN_BY and run.score is not None]
+        runs = (run for run in self.runs if (run.task, run.setting) == (task, setting))
+        scores = [run.score for run in runs if run.seed != CHOSEN_BY and run.score is not None]
         return float(np.mean(scores)) if scores else math.nan
 
     def share(self, task: str, score: float) -> float:
@@ -157,9 +157,11 @@ class Results:
 
     def share_of(self, rule: Rule, task: str) -> float:
         """Return the share that a rule closes, with the nearest norm that was tried."""
-        wanted, scores = rule(cohort_of(task)), self.of(task)
-        tried = [Setting(norm=norm) for norm in NORMS if Setting(norm=norm) in scores]
-        nearest = min(tried, key=lambda each: abs(math.log((each.norm or 1.0) / wanted)))
+        norm_wanted, scores = rule(cohort_of(task)), self.of(task)
+        settings = [Setting(norm=norm) for norm in NORMS if Setting(norm=norm) in scores]
+        nearest = min(
+            settings, key=lambda setting: abs(math.log((setting.norm or 1.0) / norm_wanted))
+        )
         return self.share(task, scores[nearest])
 
 
@@ -211,10 +213,10 @@ def measured(run: Run) -> Run:
 
 def _score(experiment: Experiment, model: Mapping[str, NDArray[np.float32]]) -> float:
     """Return the accuracy of a model on held-out rows, or R² if they have numbers."""
-    found = evaluate(experiment.task, experiment.held_out, experiment.device, model)
-    if found.accuracy is not None:
-        return round(found.accuracy, 4)
-    return round(1.0 - found.loss / float(experiment.held_out["y"].var()), 4)
+    figures = evaluate(experiment.task, experiment.held_out, experiment.device, model)
+    if figures.accuracy is not None:
+        return round(figures.accuracy, 4)
+    return round(1.0 - figures.loss / float(experiment.held_out["y"].var()), 4)
 
 
 def bounds(name: str) -> tuple[float, float]:
@@ -223,14 +225,14 @@ def bounds(name: str) -> tuple[float, float]:
     task, y = experiment.task, experiment.held_out["y"]
     low = 0.0  # R²
     if TASKS[name].model.get("loss") != "mse":
-        several = y.dtype.kind == "f"  # answers 0 and 1
-        shares = [y.mean(0), 1.0 - y.mean(0)] if several else np.bincount(y.ravel()) / y.size
+        is_vector = y.dtype.kind == "f"  # answers 0 and 1
+        shares = [y.mean(0), 1.0 - y.mean(0)] if is_vector else np.bincount(y.ravel()) / y.size
         low = float(np.mean(np.max(shares, axis=0)))
     rows, draw, high = population_of(name).users.fields, np.random.default_rng(0), -math.inf
     adam = torch.optim.Adam(task.model.parameters(), 3e-3)
     for step in range(1, 3_001):
-        some = draw.integers(0, len(rows["y"]), 64)
-        x, targets = (torch.tensor(rows[field][some]) for field in ("x", "y"))
+        batch = draw.integers(0, len(rows["y"]), 64)
+        x, targets = (torch.tensor(rows[field][batch]) for field in ("x", "y"))
         adam.zero_grad()
         task.losses_of(task.model(x), targets).mean().backward()  # type: ignore[no-untyped-call]
         adam.step()
@@ -243,13 +245,13 @@ def summary(results: Results) -> list[str]:
     """Return rows of a table: each task, the defaults and the best setting under other seeds."""
     lines = []
     for name, task in TASKS.items():
-        tried = results.of(name)
-        best = max(tried, key=lambda setting: tried[setting])
+        settings = results.of(name)
+        best = max(settings, key=lambda setting: settings[setting])
         low, high = results.bounds[name]
-        found = low, results.mean(name, Setting()), results.mean(name, best), high
-        scores = " | ".join(f"{100 * score:.1f}" for score in found)
-        who = f"{task.title} | {task.users:,} | {task.epsilon:g}"
-        lines.append(f"| {who} | {scores} | {len(tried)} | {best}")
+        columns = low, results.mean(name, Setting()), results.mean(name, best), high
+        scores = " | ".join(f"{100 * score:.1f}" for score in columns)
+        title = f"{task.title} | {task.users:,} | {task.epsilon:g}"
+        lines.append(f"| {title} | {scores} | {len(settings)} | {best}")
     return lines
 
 
@@ -273,8 +275,8 @@ def rules(results: Results) -> list[str]:
 
 def charts(runs: Sequence[Run]) -> list[Chart]:
     """Return charts of accuracy by the server's learning rate, for each optimiser at one norm."""
-    found = []
-    for task, named in (("digits", "DIGITS, ε = 2"), ("activities", "HAR by execution, ε = 8")):
+    drawn_charts = []
+    for task, title in (("digits", "DIGITS, ε = 2"), ("activities", "HAR by execution, ε = 8")):
         series = []
         for optimizer in OPTIMIZERS:
             of_one = sorted(
@@ -285,17 +287,17 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
             )
             rates, reached = zip(*of_one, strict=True)
             series.append(Series(optimizer, rates, reached))
-        found.append(
+        drawn_charts.append(
             Chart(
                 f"server_rates_{task}",
-                f"The server's learning rate, {named}",
+                f"The server's learning rate, {title}",
                 "Flat clipping to 0.3, q = 0.3, 100 rounds, one seed.",
                 Axis("server's learning rate", log=True),
                 Axis("accuracy on held-out rows", "%"),
                 series,
             )
         )
-    return found
+    return drawn_charts
 
 
 def main() -> None:

@@ -62,7 +62,7 @@ def theirs(kind: str, schedule: Schedule, size: int, objective: Objective) -> St
     n, mean = schedule.rounds, objective is Objective.MEAN
     if kind == "bands":
         reduction = jnp.mean if mean else jnp.max
-        found = toeplitz.optimize_banded_toeplitz(n, size, reduction_fn=reduction)
+        result = toeplitz.optimize_banded_toeplitz(n, size, reduction_fn=reduction)
     else:
         loss = buffered_toeplitz.LossFn.build_min_sep(
             n,
@@ -72,11 +72,11 @@ def theirs(kind: str, schedule: Schedule, size: int, objective: Objective) -> St
         )
         matrix, _ = buffered_toeplitz.optimize_loss(loss, size)
         # With θ near 1 theirs may grow by an ulp, which has no exact sensitivity.
-        found = np.minimum.accumulate(matrix.toeplitz_coefs(n))
-    return tuple(np.asarray(found, dtype=np.float64).tolist())
+        result = np.minimum.accumulate(matrix.toeplitz_coefs(n))
+    return tuple(np.asarray(result, dtype=np.float64).tolist())
 
 
-def row(kind: str, schedule: Schedule, size: int, objective: Objective, *, both: bool) -> Any:
+def row(kind: str, schedule: Schedule, size: int, objective: Objective, *, compare: bool) -> Any:
     """One line of the table, as JSON has it."""
 
     def found(by: Callable[..., Strategy]) -> tuple[Strategy | None, dict[str, float] | None]:
@@ -103,7 +103,7 @@ def row(kind: str, schedule: Schedule, size: int, objective: Objective, *, both:
         "fedpriv": own,
         "of_independent_noise": {"mean": relative.mean, "largest": relative.largest},
     }
-    if both:
+    if compare:
         _, other = found(theirs)
         ratio = other and own[objective] / other[objective]
         line |= {"jax_privacy": other, "ratio": ratio}
@@ -124,13 +124,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
-    both = installed("jax-privacy") is not None
+    compare = installed("jax-privacy") is not None
     print(
         "strategy      k    b  small    mean    largest of independent  seconds  jax-privacy ratio"
     )
     lines = []
     for setting in settings(chosen.rounds):
-        line = row(*setting, both=both)
+        line = row(*setting, compare=compare)
         lines.append(line)
         own, objective, other = line["fedpriv"], line["objective"], line.get("jax_privacy")
         print(

@@ -117,37 +117,39 @@ class Scene:
         """The server that was started last, without those that a fault starts beside it."""
         return self.programs["server"]
 
-    def serve(self, *given: str, command: tuple[str, ...] = COMMAND) -> None:
+    def serve(self, *options: str, command: tuple[str, ...] = COMMAND) -> None:
         """Start the server, or resume its run where nodes look for it."""
         port = self.port if "server" in self.programs else 0
-        self.programs["server"] = self.one_more_server(*given, command=command, port=port)
+        self.programs["server"] = self.one_more_server(*options, command=command, port=port)
 
     def one_more_server(
-        self, *given: str, command: tuple[str, ...] = COMMAND, port: int = 0
+        self, *options: str, command: tuple[str, ...] = COMMAND, port: int = 0
     ) -> Program:
         """Start a server, by default of the same run, and wait until it listens or ends."""
         file = self.folder / "faults.toml"
-        serving = loopback.server(self.folder, file, "--resume", *given, port=port, command=command)
-        before = self.folder / "server.log"
-        known = len(loopback.LISTENING.findall(before.read_text())) if before.exists() else 0
+        serving = loopback.server(
+            self.folder, file, "--resume", *options, port=port, command=command
+        )
+        log = self.folder / "server.log"
+        starts = len(loopback.LISTENING.findall(log.read_text())) if log.exists() else 0
         program = self.stack.enter_context(serving)
         listens = loopback.LISTENING.findall
-        self._until(lambda: len(listens(program.text)) > known, program, _START_SECONDS)
+        self._until(lambda: len(listens(program.text)) > starts, program, _START_SECONDS)
         return program
 
-    def join(self, name: str, *given: str, port: int | None = None) -> None:
+    def join(self, name: str, *options: str, port: int | None = None) -> None:
         """Start a node, and wait for its first words; options that are given later count."""
-        before = self._words(name)
-        joining = loopback.node(self.folder, name, port or self.port, "--processes=1", *given)
+        words = self._words(name)
+        joining = loopback.node(self.folder, name, port or self.port, "--processes=1", *options)
         node = self.programs[name] = self.stack.enter_context(joining)
-        self._until(lambda: self._words(name) > before, node, _START_SECONDS)
+        self._until(lambda: self._words(name) > words, node, _START_SECONDS)
 
     def _words(self, name: str) -> int:
         return len(self.programs[name].text) if name in self.programs else 0
 
-    def begin(self, *given: str, command: tuple[str, ...] = COMMAND) -> None:
+    def begin(self, *options: str, command: tuple[str, ...] = COMMAND) -> None:
         """Start the server and both nodes; what is seen counts from the second release on."""
-        self.serve(*given, command=command)
+        self.serve(*options, command=command)
         with ThreadPoolExecutor() as pool:
             list(pool.map(self.join, ("node-1", "node-2")))
         self.go_on(seconds=_START_SECONDS)
@@ -157,10 +159,10 @@ class Scene:
         """Count what is seen from now on."""
         self._seen = {name: len(program.text) for name, program in self.programs.items()}
 
-    def go_on(self, more: int = 2, seconds: float = _PATIENCE) -> None:
+    def go_on(self, count: int = 2, seconds: float = _PATIENCE) -> None:
         """Wait for so many releases, for the server's end, or until patience is at its end."""
-        least = self.released + more
-        self._until(lambda: self.released >= least, self.server, seconds)
+        target = self.released + count
+        self._until(lambda: self.released >= target, self.server, seconds)
 
     def _until(
         self, condition: Callable[[], bool], program: Program, seconds: float = _PATIENCE
@@ -227,21 +229,21 @@ class Scene:
 
     def row(self) -> tuple[str, str]:
         """What the operator saw, and what became of the run; ends it."""
-        seen = []
+        lines_seen = []
         for name in self.programs:
             lines = self._troubles(name)
-            seen += [f"{name}: `{line.replace('|', '/')}`" for line in lines[-_LINES:]]
-        seen = telling(seen)
+            lines_seen += [f"{name}: `{line.replace('|', '/')}`" for line in lines[-_LINES:]]
+        lines_seen = telling(lines_seen)
         code = self.server.process.poll()
         self.end("server")
-        how = "goes on" if code is None else f"ends with exit code {code}"
+        outcome = "goes on" if code is None else f"ends with exit code {code}"
         charges = 0
         if self.run.ledger.exists():
             with Ledger.open(self.run.ledger) as ledger:
                 charges = len(list(ledger.charges()))
         if charges != self.released:
-            how += f"; {self.released} released, {charges} charged"
-        return "<br>".join(seen) or "nothing", how
+            outcome += f"; {self.released} released, {charges} charged"
+        return "<br>".join(lines_seen) or "nothing", outcome
 
 
 def telling(lines: list[str]) -> list[str]:
@@ -304,7 +306,7 @@ def _valid(begin: timedelta, days: int) -> Callable[[Scene], None]:
 
 
 def _rejoins(
-    *given: str, prepare: Callable[[Path], None] = lambda _: None
+    *options: str, prepare: Callable[[Path], None] = lambda _: None
 ) -> Callable[[Scene], None]:
     """A node comes again with other options, in which "…" is the folder."""
 
@@ -313,7 +315,7 @@ def _rejoins(
         scene.end("node-2")
         scene.mark()
         prepare(scene.folder)
-        scene.join("node-2", *(option.replace("…", str(scene.folder)) for option in given))
+        scene.join("node-2", *(option.replace("…", str(scene.folder)) for option in options))
         scene.await_trouble("node-2")
         scene.go_on()
 
@@ -354,10 +356,10 @@ def _copied_certificate(scene: Scene) -> None:
 def _half_an_enrolment(scene: Scene) -> None:
     scene.begin()
     path = scene.folder / "enrolment.toml"
-    whole = path.read_text(encoding="utf-8")
-    path.write_text(whole[: len(whole) // 2], encoding="utf-8")
+    content = path.read_text(encoding="utf-8")
+    path.write_text(content[: len(content) // 2], encoding="utf-8")
     time.sleep(8.0)
-    path.write_text(whole, encoding="utf-8")
+    path.write_text(content, encoding="utf-8")
     scene.go_on()
 
 
@@ -398,23 +400,23 @@ def _ledger_changes(change: Callable[[RunFolder, Path], None]) -> Callable[[Scen
     def provoke(scene: Scene) -> None:
         scene.begin()
         scene.end("server")
-        kept = scene.folder / "kept.sqlite"
-        shutil.copy(scene.run.ledger, kept)
+        copy = scene.folder / "kept.sqlite"
+        shutil.copy(scene.run.ledger, copy)
         scene.serve()
         scene.go_on()
         scene.end("server")
-        change(scene.run, kept)
+        change(scene.run, copy)
         scene.mark()
         scene.serve()
 
     return provoke
 
 
-def _set_back(run: RunFolder, kept: Path) -> None:
-    shutil.copy(kept, run.ledger)
+def _set_back(run: RunFolder, copy: Path) -> None:
+    shutil.copy(copy, run.ledger)
 
 
-def _deleted(run: RunFolder, _kept: Path) -> None:
+def _deleted(run: RunFolder, _copy: Path) -> None:
     run.ledger.unlink()
 
 
@@ -430,12 +432,12 @@ def _disk_full(scene: Scene) -> None:
     """The metrics lie where there is no room, for some seconds."""
     scene.begin()
     metrics = scene.run.metrics
-    kept, full = metrics.with_suffix(".kept"), metrics.with_suffix(".full")
-    os.link(metrics, kept)
-    full.symlink_to("/dev/full")
-    full.replace(metrics)
+    copy, full_disk = metrics.with_suffix(".kept"), metrics.with_suffix(".full")
+    os.link(metrics, copy)
+    full_disk.symlink_to("/dev/full")
+    full_disk.replace(metrics)
     scene.await_trouble()
-    kept.replace(metrics)
+    copy.replace(metrics)
     scene.go_on()
 
 
@@ -456,11 +458,11 @@ def _shared_ledger(scene: Scene) -> None:
         scene.end(name)
     scene.mark()
     scene.join("node-1")
-    other = scene.one_more_server(shared, "--set=name=other", f"--out={scene.folder / 'other'}")
+    second = scene.one_more_server(shared, "--set=name=other", f"--out={scene.folder / 'other'}")
     scene.join("node-2")  # at the other server
     scene.go_on(4)
-    other.process.terminate()
-    other.process.wait()
+    second.process.terminate()
+    second.process.wait()
 
 
 def _killed(scene: Scene) -> None:
@@ -527,18 +529,18 @@ def main() -> None:
     parser.add_argument("faults", nargs="*", choices=[*FAULTS, []], metavar="FAULT")
     parser.add_argument("--at-once", type=int, default=1, help="federations side by side")
     parser.add_argument("--out", type=Path, help="page to write")
-    given = parser.parse_args()
+    options = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     rows = ["| fault | what the operator saw | the run |", "| --- | --- | --- |"]
-    names = given.faults or list(FAULTS)
-    with ThreadPoolExecutor(given.at_once) as pool:
-        for name, found in zip(names, pool.map(provoked, names), strict=True):
-            rows.append("| " + " | ".join((name, *found)) + " |")
+    names = options.faults or list(FAULTS)
+    with ThreadPoolExecutor(options.at_once) as pool:
+        for name, cells in zip(names, pool.map(provoked, names), strict=True):
+            rows.append("| " + " | ".join((name, *cells)) + " |")
             print(rows[-1], flush=True)
-    if given.out:
+    if options.out:
         command = "python -m simulations.faults --out simulations/results/faults.md"
-        given.out.write_text(_PAGE.format(command=command) + "\n".join(rows) + "\n", "utf-8")
+        options.out.write_text(_PAGE.format(command=command) + "\n".join(rows) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

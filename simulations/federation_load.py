@@ -84,27 +84,27 @@ def measure(load: Load) -> Found:
 def allow_open_files(connections: int) -> None:
     """Let this process, and those that it starts, have so many connections at once."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = connections + _DESCRIPTORS
-    if hard != resource.RLIM_INFINITY and hard < needed:
+    required = connections + _DESCRIPTORS
+    if hard != resource.RLIM_INFINITY and hard < required:
         raise InvalidValueError(
-            f"{hard} files may be open at once; {connections} connections need {needed} (ulimit -n)"
+            f"{hard} files may be open at once; {connections} connections need {required} (ulimit -n)"
         )
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    if soft != resource.RLIM_INFINITY and soft < required:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (required, hard))
 
 
 @contextmanager
 def _process(target: Callable[..., None], *args: object) -> Iterator[Connection]:
     """A process that ends with the block; its first argument is the other end of the pipe."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(theirs, *args), daemon=True)
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=target, args=(child_end, *args), daemon=True)
     process.start()
-    theirs.close()
+    child_end.close()
     try:
-        yield ours
+        yield parent_end
     finally:
-        ours.close()
+        parent_end.close()
         process.join()
 
 
@@ -112,14 +112,14 @@ async def _rounds(load: Load, site: Site, server: Connection, bare: Connection) 
     port, bare_port = await _received(server, int), await _received(bare, int)
     cohort, everybody = site.cohort(load.sampled), site.cohort(load.nodes)
     bare_nodes = BareNodes(site, cohort, bare_port)
-    done: list[Done] = []
+    answers: list[Done] = []
     bare_seconds: list[float] = []
 
-    async def ask(asked: list[int]) -> None:
+    async def ask(cohort: list[int]) -> None:
         total = site.folder / "total.npy"
-        server.send(Round(len(done), asked, total))
-        done.append(await _received(server, Done))
-        if not np.array_equal(np.load(total, mmap_mode="r"), site.sum_of(asked)):
+        server.send(Round(len(answers), cohort, total))
+        answers.append(await _received(server, Done))
+        if not np.array_equal(np.load(total, mmap_mode="r"), site.sum_of(cohort)):
             raise WorkerError("the server's sum is not that of the contributions that were sent")
 
     await bare_nodes.exchange()  # connects
@@ -131,11 +131,11 @@ async def _rounds(load: Load, site: Site, server: Connection, bare: Connection) 
             bare_seconds.append(time.perf_counter() - began)
         await bare_nodes.close()
         await ask(everybody)
-    *sampled, last = done
+    *sampled, last = answers
     return Found(
         seconds=[d.seconds for d in sampled],
         bare_seconds=bare_seconds,
-        connected=[d.connected for d in done],
+        connected=[d.connected for d in answers],
         peak_mebibytes=sampled[-1].peak / _MEBIBYTE,
         seconds_of_all=last.seconds,
         peak_mebibytes_of_all=last.peak / _MEBIBYTE,
@@ -152,21 +152,21 @@ async def _received(pipe: Connection, kind: type[Kind]) -> Kind:
     return thing
 
 
-def summary(load: Load, found: Found) -> dict[str, float]:
+def summary(load: Load, result: Found) -> dict[str, float]:
     """What was measured, in a few numbers; the first of several rounds is left out of medians."""
     size = load.sampled * 2 * 4 * load.parameters
-    ours = [size / s for s in found.seconds[1:] or found.seconds]
-    bare = [size / s for s in found.bare_seconds[1:] or found.bare_seconds]
+    speeds = [size / s for s in result.seconds[1:] or result.seconds]
+    bare_speeds = [size / s for s in result.bare_seconds[1:] or result.bare_seconds]
     return {
-        "megabytes per second": statistics.median(ours) / 1e6,
-        "megabytes per second of a bare stream": statistics.median(bare) / 1e6,
-        "ratio": statistics.median(ours) / statistics.median(bare),
-        "server's peak memory in MiB": found.peak_mebibytes,
-        "the same with all nodes sampled": found.peak_mebibytes_of_all,
+        "megabytes per second": statistics.median(speeds) / 1e6,
+        "megabytes per second of a bare stream": statistics.median(bare_speeds) / 1e6,
+        "ratio": statistics.median(speeds) / statistics.median(bare_speeds),
+        "server's peak memory in MiB": result.peak_mebibytes,
+        "the same with all nodes sampled": result.peak_mebibytes_of_all,
         "the same over the bytes of the model": (
-            found.peak_mebibytes_of_all * _MEBIBYTE / (4 * load.parameters)
+            result.peak_mebibytes_of_all * _MEBIBYTE / (4 * load.parameters)
         ),
-        "connected nodes": min(found.connected),
+        "connected nodes": min(result.connected),
     }
 
 
@@ -178,16 +178,16 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=1_200_000)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--json", type=Path, help="where to write the numbers")
-    given = parser.parse_args()
-    load = Load(given.nodes, given.sampled, given.parameters, given.rounds)
-    found = measure(load)
-    numbers = summary(load, found)
+    options = parser.parse_args()
+    load = Load(options.nodes, options.sampled, options.parameters, options.rounds)
+    result = measure(load)
+    numbers = summary(load, result)
     for name, value in numbers.items():
         print(f"{name}: {value:.4g}")
-    if given.json:
-        kept = {"command": command("federation_load"), "load": asdict(load), "summary": numbers}
-        kept |= asdict(found)
-        given.json.write_text(json.dumps(kept, indent=1) + "\n")
+    if options.json:
+        content = {"command": command("federation_load"), "load": asdict(load), "summary": numbers}
+        content |= asdict(result)
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -95,20 +95,20 @@ class Plays:
 
 def _rows(roles: Mapping[str, Windows]) -> tuple[Windows, Windows, NDArray[np.str_]]:
     windows = np.concatenate([*roles.values()])
-    ids = np.repeat([*roles], [len(each) for each in roles.values()])
+    ids = np.repeat([*roles], [len(texts) for texts in roles.values()])
     return windows[:, :-1].copy(), windows[:, 1:].copy(), ids
 
 
 def plays_of(folder: Path, seed: int = 0) -> Plays:
     """Cut speeches into windows, and share plays out."""
-    printed, *others = said_in((PUBLIC, ENROLLED), seed, folder)
+    printed, *parts = said_in((PUBLIC, ENROLLED), seed, folder)
     enrolled, held_out = (
         {
             role: windows[:MOST]
             for role, text in part.items()
             if len(windows := typed(text)) >= LEAST
         }
-        for part in others
+        for part in parts
     )
     return Plays(np.concatenate([*map(_windows, printed.values())]), enrolled, held_out)
 
@@ -147,17 +147,17 @@ def pretrained(
     return model
 
 
-def reader(data: Path, kept: Path, steps: int) -> nn.Module:
+def reader(data: Path, path: Path, steps: int) -> nn.Module:
     """A transformer of 10.7 million numbers that has read the public plays in so many steps.
 
     These take long, so its parameters are kept in a folder.
     """
     build = partial(CharacterTransformer, length=LENGTH, width=384, blocks=6, heads=6)
-    file, model = kept / f"reader-{steps}.safetensors", build()
+    file, model = path / f"reader-{steps}.safetensors", build()
     if not file.exists():
-        read = pretrained(plays_of(data).public, steps, build=build, rate=5e-4)
-        kept.mkdir(parents=True, exist_ok=True)
-        save_file(read.state_dict(), file)
+        trained = pretrained(plays_of(data).public, steps, build=build, rate=5e-4)
+        path.mkdir(parents=True, exist_ok=True)
+        save_file(trained.state_dict(), file)
     model.load_state_dict(load_file(file))
     return model
 
@@ -200,14 +200,14 @@ def table_of(results: Sequence[Found], people: int) -> Table:
     """A row for each ε and arm."""
     rows = [
         (
-            "none" if each.epsilon is None else f"{each.epsilon:g}",
-            each.arm,
-            f"{each.parameters:,}",
-            mean_of(each.accuracy),
-            f"{fmean(each.loss):.4f}"
-            + (f" ± {stdev(each.loss):.4f}" if len(each.loss) > 1 else ""),
+            "none" if result.epsilon is None else f"{result.epsilon:g}",
+            result.arm,
+            f"{result.parameters:,}",
+            mean_of(result.accuracy),
+            f"{fmean(result.loss):.4f}"
+            + (f" ± {stdev(result.loss):.4f}" if len(result.loss) > 1 else ""),
         )
-        for each in results
+        for result in results
     ]
     columns = [
         Column("ε"),
@@ -227,24 +227,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "results")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     plays = plays_of(Path(os.environ.get("FEDPRIV_DATA", "shared/data")))
-    people, model = plays.population, pretrained(plays.public, given.steps)
-    before = evaluate(fedpriv.Task(model), people.test, CPU, {})
-    results = [Found(0.0, "nothing", 0, (before.accuracy or 0.0,), (before.loss,))]
-    for epsilon in (*given.epsilon, None):
+    people, model = plays.population, pretrained(plays.public, options.steps)
+    figures = evaluate(fedpriv.Task(model), people.test, CPU, {})
+    results = [Found(0.0, "nothing", 0, (figures.accuracy or 0.0,), (figures.loss,))]
+    for epsilon in (*options.epsilon, None):
         for arm in ARMS:
             task = task_of(model, arm)
             runs = [
                 tuned(people, task, arm, epsilon, seed).rounds[-1]
-                for seed in range(1 if epsilon is None else given.seeds)
+                for seed in range(1 if epsilon is None else options.seeds)
             ]
             accuracy, loss = (tuple(getattr(r, key) for r in runs) for key in ("accuracy", "loss"))
             parameters = sum(p.size for p in task.parameters().values())
             results.append(Found(epsilon, arm.name, parameters, accuracy, loss))
             print(results[-1], flush=True)
     table = table_of(results, people.users.population)
-    write_results(table, [asdict(each) for each in results], given.folder, "finetuning")
+    write_results(table, [asdict(result) for result in results], options.folder, "finetuning")
 
 
 if __name__ == "__main__":

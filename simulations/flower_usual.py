@@ -75,7 +75,7 @@ def _clip(model: torch.nn.Module, start: list[torch.Tensor], norm: float) -> Non
 
 
 def federate(
-    grid: Grid, users: int, drawn: int, rounds: int, told: Callable[[], None]
+    grid: Grid, users: int, drawn: int, rounds: int, on_round: Callable[[], None]
 ) -> ArrayRecord:
     """Train with Flower's FedAvg, at least 2 users a round; the model at the end.
 
@@ -83,7 +83,7 @@ def federate(
     """
 
     def after(_round: int, _arrays: ArrayRecord) -> None:
-        told()
+        on_round()
 
     averaging = FedAvg(
         fraction_train=drawn / users,

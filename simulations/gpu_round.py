@@ -100,8 +100,8 @@ def without_privacy() -> Iterator[None]:
 
     with (
         patch.object(trainer, "add_contributions", add),
-        patch.object(trainer, "integer_sum", lambda *given: added_up(*given[:2])),
-        patch.object(trainer, "sum_by_kernels", lambda *given: added_up(*given[1:3])),
+        patch.object(trainer, "integer_sum", lambda *arguments: added_up(*arguments[:2])),
+        patch.object(trainer, "sum_by_kernels", lambda *arguments: added_up(*arguments[1:3])),
         patch.object(gaussian_mechanism, "rounded_gaussian", no_noise),
     ):
         yield
@@ -125,65 +125,77 @@ def products(device: torch.device) -> tuple[Run, float]:
     return run, 2 * 2.0 * _LANES * 10 * 784 * 128
 
 
-def in_turns(runs: Mapping[str, Run], private: Collection[str], given: Turns) -> dict[str, float]:
+def in_turns(runs: Mapping[str, Run], private: Collection[str], turns: Turns) -> dict[str, float]:
     """Median seconds of each, again and again in its turns; some of them are private."""
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(given.turns + 1):
+    durations: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(turns.turns + 1):
         for name, run in runs.items():
             with nullcontext() if name in private else without_privacy():
                 times, began = list[float](), time.perf_counter()
-                while not times or time.perf_counter() - began < given.seconds:
+                while not times or time.perf_counter() - began < turns.seconds:
                     times.append(run())
                 if number:  # in the first turn shapes are captured
-                    found[name].append(statistics.mean(times))
-    return {name: statistics.median(seconds) for name, seconds in found.items()}
+                    durations[name].append(statistics.mean(times))
+    return {name: statistics.median(seconds) for name, seconds in durations.items()}
 
 
-def shared(work: str, device: str, processes: Sequence[int], given: Turns) -> dict[int, float]:
+def shared(work: str, device: str, processes: Sequence[int], turns: Turns) -> dict[int, float]:
     """Seconds of a round whose users so many processes share, up to the sums of each.
 
     WorkerError: the sum of all users depends on how many processes share them.
     """
     settings = {str(n): Setting("fedpriv", work, device, 1, n) for n in processes}
-    known = WORKS[work]()
-    asked = Turn(range(known.users), known.local, given.seconds)
-    found: dict[int, list[float]] = {n: [] for n in processes}
+    work_definition = WORKS[work]()
+    turn = Turn(range(work_definition.users), work_definition.local, turns.seconds)
+    speeds: dict[int, list[float]] = {n: [] for n in processes}
     with playing(settings) as players:
-        once = replace(asked, seconds=0.0)
-        totals = {n: players[str(n)].take(once).total for n in processes}
+        warm_up = replace(turn, seconds=0.0)
+        totals = {n: players[str(n)].take(warm_up).total for n in processes}
         for n, total in totals.items():
             # Integers times the step, which float64 rounds.
             if not np.allclose(total, totals[processes[0]], rtol=1e-12, atol=0.0):
                 raise WorkerError(f"{n} processes add up to other integers than {processes[0]} do")
-        for number in range(given.turns + 1):
+        for number in range(turns.turns + 1):
             for n in processes:
-                seconds = players[str(n)].take(asked).seconds
+                seconds = players[str(n)].take(turn).seconds
                 if number:
-                    found[n].append(seconds)
-    return {n: statistics.median(seconds) for n, seconds in found.items()}
+                    speeds[n].append(seconds)
+    return {n: statistics.median(seconds) for n, seconds in speeds.items()}
 
 
-def measured(work: str, device: torch.device, given: Turns) -> dict[str, object]:
+def measured(work: str, device: torch.device, turns: Turns) -> dict[str, object]:
     """All figures."""
-    known = WORKS[work]()
+    work_definition = WORKS[work]()
     multiply, operations = products(device)
-    runs = {"sums": sums(known, device), "plain sums": sums(known, device), "products": multiply}
-    parts = in_turns(runs, {"sums", "products"}, given)
-    runs = {name: whole_rounds(known.users, device, given.rounds) for name in ("private", "plain")}
-    whole = in_turns(runs, {"private"}, given)
-    rate, possible = known.flops_of(known.users) / parts["sums"], operations / parts["products"]
-    each = shared(work, device.type, given.processes, given)
+    runs = {
+        "sums": sums(work_definition, device),
+        "plain sums": sums(work_definition, device),
+        "products": multiply,
+    }
+    parts = in_turns(runs, {"sums", "products"}, turns)
+    runs = {
+        name: whole_rounds(work_definition.users, device, turns.rounds)
+        for name in ("private", "plain")
+    }
+    ratios = in_turns(runs, {"private"}, turns)
+    rate, possible = (
+        work_definition.flops_of(work_definition.users) / parts["sums"],
+        operations / parts["products"],
+    )
+    by_processes = shared(work, device.type, turns.processes, turns)
     return {
         "milliseconds of a sum": 1e3 * parts["sums"],
         "milliseconds of a plain sum": 1e3 * parts["plain sums"],
         "sum over plain sum": parts["sums"] / parts["plain sums"],
-        "milliseconds of a whole round": 1e3 * whole["private"],
-        "milliseconds of a whole round without clipping and noise": 1e3 * whole["plain"],
-        "private over plain": whole["private"] / whole["plain"],
+        "milliseconds of a whole round": 1e3 * ratios["private"],
+        "milliseconds of a whole round without clipping and noise": 1e3 * ratios["plain"],
+        "private over plain": ratios["private"] / ratios["plain"],
         "TFLOP/s up to the sum": rate / 1e12,
         "TFLOP/s of batched products": possible / 1e12,
         "share of the rate of products": rate / possible,
-        "users per second by processes": {n: known.users / s for n, s in each.items()},
+        "users per second by processes": {
+            n: work_definition.users / s for n, s in by_processes.items()
+        },
     }
 
 
@@ -197,20 +209,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=50, help="of a run of whole rounds")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--json", type=Path, help="where to write the figures")
-    given = parser.parse_args()
-    numbers = {"turns": given.turns, "rounds": given.rounds, "processes": min(given.processes)}
-    for name, least in numbers.items():
-        if least < 1:
-            parser.error(f"--{name} is {least}; it must be at least 1")
-    turns = Turns(given.turns, given.seconds, given.rounds, given.processes)
+    options = parser.parse_args()
+    numbers = {
+        "turns": options.turns,
+        "rounds": options.rounds,
+        "processes": min(options.processes),
+    }
+    for name, minimum in numbers.items():
+        if minimum < 1:
+            parser.error(f"--{name} is {minimum}; it must be at least 1")
+    turns = Turns(options.turns, options.seconds, options.rounds, options.processes)
     try:
-        figures = measured(given.work, device_named(given.device), turns)
+        figures = measured(options.work, device_named(options.device), turns)
     except FedprivError as error:  # there is no such device, for one
         parser.error(str(error))
     print(json.dumps(figures, indent=1))
-    if given.json:
-        made = made_by("gpu_round", ["fedpriv", "torch", "triton", "numpy"], given.device)
-        given.json.write_text(json.dumps({**made, **figures}, indent=1) + "\n")
+    if options.json:
+        content = made_by("gpu_round", ["fedpriv", "torch", "triton", "numpy"], options.device)
+        options.json.write_text(json.dumps({**content, **figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

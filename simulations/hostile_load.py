@@ -95,8 +95,8 @@ def measure(load: Load) -> tuple[Found, Found]:
         issued = {name: issue(site.folder, name) for name in strangers}
         enrolled = {name: issued[name].fingerprint for name in strangers[::2]}
         _enrol(site.enrolment, enrolled)
-        shown = [made.folder for made in issued.values()]
-        return _run(load, site, []), _run(load, site, shown)
+        folders = [certificate.folder for certificate in issued.values()]
+        return _run(load, site, []), _run(load, site, folders)
 
 
 def _enrol(path: Path, fingerprints: dict[str, str]) -> None:
@@ -111,26 +111,26 @@ def _run(load: Load, site: Site, strangers: list[Path]) -> Found:
     folder.mkdir()
     file, run = folder / "experiment.toml", RunFolder(folder / "run")
     file.write_text(tomli_w.dumps(_experiment(load, site)), encoding="utf-8")
-    given = ("serve", str(file), "--out", str(run.path), "--exit", "--keep-going")
-    with loopback.program(folder / "server.log", *given, command=_COMMAND) as server:
+    arguments = ("serve", str(file), "--out", str(run.path), "--exit", "--keep-going")
+    with loopback.program(folder / "server.log", *arguments, command=_COMMAND) as server:
         port = loopback.port_of(server)
-        hostile = _hostile([Target(port, shown) for shown in strangers], load)
-        with hostile if strangers else nullcontext([0] * len(load.kinds)) as begun:
-            moments, seen, peak = asyncio.run(_rounds(load, site, port, server, run))
-            ended = server.process.poll()
-            counts = dict(zip(load.kinds, begun[:], strict=True))
+        hostile = _hostile([Target(port, folder_of_peer) for folder_of_peer in strangers], load)
+        with hostile if strangers else nullcontext([0] * len(load.kinds)) as starts:
+            moments, record, peak = asyncio.run(_rounds(load, site, port, server, run))
+            exit_code = server.process.poll()
+            counts = dict(zip(load.kinds, starts[:], strict=True))
     with Ledger.open(run.ledger) as ledger:
-        charged = len(list(ledger.charges()))
+        charges = len(list(ledger.charges()))
     return Found(
         seconds=[b - a for a, b in pairwise(moments)],
         released=len(moments),
-        charged=charged,
-        answered=seen.answered,
+        charged=charges,
+        answered=record.answered,
         empty=server.text.count("no drawn user contributed"),
-        lost=seen.lost,
+        lost=record.lost,
         peak_mebibytes=peak / _MEBIBYTE,
         begun=counts,
-        ended=ended,
+        ended=exit_code,
         log=loopback.troubles(server.text),
     )
 
@@ -166,16 +166,16 @@ def _experiment(load: Load, site: Site) -> dict[str, object]:
 def _hostile(targets: list[Target], load: Load) -> Iterator["SynchronizedArray[int]"]:
     """So many peers, all of which have begun, until the block is left."""
     context = multiprocessing.get_context("spawn")
-    begun = context.Array("L", len(load.kinds))
-    arguments = targets, load.kinds, load.hostile, begun
+    starts = context.Array("L", len(load.kinds))
+    arguments = targets, load.kinds, load.hostile, starts
     process = context.Process(target=harass, args=arguments, daemon=True)
     process.start()
     try:
-        while sum(begun[:]) < load.hostile:
+        while sum(starts[:]) < load.hostile:
             if process.exitcode is not None:
                 raise WorkerError("the process of hostile peers ended")
             time.sleep(_POLL_SECONDS)
-        yield begun
+        yield starts
     finally:
         process.kill()
         process.join()
@@ -186,25 +186,25 @@ async def _rounds(
 ) -> tuple[list[float], Seen, int]:
     """When each round was released, what nodes saw until the last, and the server's peak bytes."""
     moments: list[float] = []
-    seen, peak = Seen(), 0
+    record, peak = Seen(), 0
     with suppress(TimeoutError):
-        async with asyncio.timeout(load.patience), connected(site, port, seen):
+        async with asyncio.timeout(load.patience), connected(site, port, record):
             while len(moments) < load.rounds and peak < _TOO_MUCH:
-                ended = server.process.poll() is not None
+                is_over = server.process.poll() is not None
                 with suppress(RuntimeError, OSError):  # it is ending
                     peak = peak_bytes(server.process.pid)
                 if run.metrics.exists():
-                    more = run.metrics.read_bytes().count(b"\n") - len(moments)
-                    moments += [time.perf_counter()] * more
-                if ended:
+                    released = run.metrics.read_bytes().count(b"\n") - len(moments)
+                    moments += [time.perf_counter()] * released
+                if is_over:
                     break
                 await asyncio.sleep(_POLL_SECONDS)
-    return moments, seen, peak
+    return moments, record, peak
 
 
 def summary(load: Load, quiet: Found, hostile: Found) -> dict[str, float]:
     """What was measured, in a few numbers."""
-    medians = [statistics.median(found.seconds or [float("inf")]) for found in (quiet, hostile)]
+    medians = [statistics.median(result.seconds or [float("inf")]) for result in (quiet, hostile)]
     return {
         "rounds lost without hostile peers": load.rounds - quiet.released,
         "rounds lost": load.rounds - hostile.released,
@@ -229,9 +229,9 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=[*KINDS], default=[*KINDS])
     parser.add_argument("--patience", type=float, default=1800.0, help="seconds of all rounds")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
-    given = vars(parser.parse_args())
-    path = given.pop("json")
-    load = Load(**given)
+    options = vars(parser.parse_args())
+    path = options.pop("json")
+    load = Load(**options)
     quiet, hostile = measure(load)
     numbers = summary(load, quiet, hostile)
     for name, value in numbers.items():
@@ -239,9 +239,9 @@ def main() -> None:
     for line in hostile.log:
         print(line)
     if path:
-        kept = {"command": command("hostile_load"), "load": asdict(load), "summary": numbers}
-        found = {"without": asdict(quiet), "with": asdict(hostile)}
-        path.write_text(json.dumps(kept | found, indent=1) + "\n", encoding="utf-8")
+        content = {"command": command("hostile_load"), "load": asdict(load), "summary": numbers}
+        results = {"without": asdict(quiet), "with": asdict(hostile)}
+        path.write_text(json.dumps(content | results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -60,12 +60,12 @@ async def silent(at: Target) -> None:
 
 async def slow_handshake(at: Target) -> None:
     """A TLS handshake of one byte a second."""
-    hello, _, said = ssl.MemoryBIO(), ssl.MemoryBIO(), ssl.MemoryBIO()
+    hello, _, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO(), ssl.MemoryBIO()
     with suppress(ssl.SSLWantReadError):
-        at.tls.wrap_bio(hello, said, server_hostname="localhost").do_handshake()
+        at.tls.wrap_bio(hello, outgoing, server_hostname="localhost").do_handshake()
     _, writer = await asyncio.open_connection("127.0.0.1", at.port)
     try:
-        for byte in said.read():
+        for byte in outgoing.read():
             writer.write(bytes([byte]))
             await writer.drain()
             await asyncio.sleep(_PAUSE)
@@ -119,11 +119,11 @@ def _headers() -> Iterator[bytes]:
 
 def _resets() -> Iterator[bytes]:
     """The same calls, each ended at once by its caller."""
-    header, why = _header("GetStatus", b"\0"), (8).to_bytes(4, "big")
+    header, code = _header("GetStatus", b"\0"), (8).to_bytes(4, "big")
     for first in count(1, 200):
         streams = range(first, first + 200, 2)
         yield b"".join(
-            _frame(_HEADERS, _WHOLE_HEADER, stream, header) + _frame(_RESET, 0, stream, why)
+            _frame(_HEADERS, _WHOLE_HEADER, stream, header) + _frame(_RESET, 0, stream, code)
             for stream in streams
         )
 
@@ -171,7 +171,7 @@ for _name, _frames in FRAMES.items():
 
 
 def harass(
-    targets: list[Target], kinds: Sequence[str], peers: int, begun: "SynchronizedArray[int]"
+    targets: list[Target], kinds: Sequence[str], peers: int, starts: "SynchronizedArray[int]"
 ) -> None:
     """What so many peers of these kinds do, in a process of its own, until it is killed.
 
@@ -185,7 +185,7 @@ def harass(
         kind = number % len(kinds)
         harm, target = KINDS[kinds[kind]], targets[number // len(kinds) % len(targets)]
         while True:
-            begun[kind] += 1
+            starts[kind] += 1
             await until_shut_out(harm(target))
             await asyncio.sleep(_PAUSE)
 
@@ -278,13 +278,13 @@ class _Http2:
         self._writer.write(_frame(_HEADERS, _WHOLE_HEADER, stream, _header(method, compressed)))
         size = len(body) if declared is None else declared
         body = compressed + size.to_bytes(4, "big") + body
-        left = 5 + size
-        while left and (room := await self._room(stream)):
-            piece = (body or _PIECE)[: min(room, left)]
-            body, left = body[len(piece) :], left - len(piece)
+        bytes_left = 5 + size
+        while bytes_left and (room := await self._room(stream)):
+            piece = (body or _PIECE)[: min(room, bytes_left)]
+            body, bytes_left = body[len(piece) :], bytes_left - len(piece)
             self._windows[0] -= len(piece)
             self._windows[stream] -= len(piece)
-            self._writer.write(_frame(_DATA, 0 if left else _LAST, stream, piece))
+            self._writer.write(_frame(_DATA, 0 if bytes_left else _LAST, stream, piece))
             await self._writer.drain()
         while stream not in self._over:
             await self._wait()

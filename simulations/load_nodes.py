@@ -69,18 +69,18 @@ class Seen:
 
 
 @asynccontextmanager
-async def connected(site: Site, port: int, seen: Seen | None = None) -> AsyncIterator[None]:
+async def connected(site: Site, port: int, record: Seen | None = None) -> AsyncIterator[None]:
     """All nodes of a site are connected to its server while the block runs.
 
     Each answers every offer as bare nodes do: it throws away the model that comes, and sends
     messages that were made before. What a node's own checks cost is its own machine's business. A
     node that has lost its connection comes back. An answer that is refused ends the block.
     """
-    prepared, seen = [Prepared(site, kind) for kind in range(site.kinds)], seen or Seen()
+    prepared, record = [Prepared(site, kind) for kind in range(site.kinds)], record or Seen()
     async with asyncio.TaskGroup() as group:
         welcomed = [asyncio.Event() for _ in range(site.nodes)]
         tasks = [
-            group.create_task(_come_back(site, number, port, prepared, event, seen))
+            group.create_task(_come_back(site, number, port, prepared, event, record))
             for number, event in enumerate(welcomed)
         ]
         for event in welcomed:
@@ -96,7 +96,7 @@ async def _come_back(
     port: int,
     prepared: list[Prepared],
     welcomed: asyncio.Event,
-    seen: Seen,
+    record: Seen,
 ) -> None:
     """One node, until the run is over."""
     update = prepared[number % site.kinds]
@@ -104,12 +104,12 @@ async def _come_back(
         try:
             identity = identity_of(site.node_folder(number), None)
             async with FederationStub.open(f"localhost:{port}", identity) as stub:
-                await _stay(stub, identity, number, update, welcomed, seen)
+                await _stay(stub, identity, number, update, welcomed, record)
             return
         except grpc.aio.AioRpcError as error:
             if error.code() not in _LOST:
                 raise
-            seen.lost += 1
+            record.lost += 1
         await asyncio.sleep(_BACKOFF_SECONDS * random.random())
 
 
@@ -119,7 +119,7 @@ async def _stay(
     number: int,
     update: Prepared,
     welcomed: asyncio.Event,
-    seen: Seen,
+    record: Seen,
 ) -> None:
     hello, population = Hello(name_of(number), digest_of([user_of(number)])), ""
     votes = asyncio.Queue[Vote]()
@@ -131,12 +131,12 @@ async def _stay(
             case Proposal():
                 votes.put_nowait(agreeing(population, message, identity))
             case RoundOffer():
-                asked = ROUND_ID.encode(message.id).SerializeToString()
+                request = ROUND_ID.encode(message.id).SerializeToString()
                 call = stub.channel.unary_stream(f"/{SERVICE}/Download")
-                async for _ in call(asked):
+                async for _ in call(request):
                     pass
                 await _upload(stub.channel, update.messages(message))
-                seen.answered += 1
+                record.answered += 1
 
 
 def agreeing(population: str, proposal: Proposal, identity: Identity) -> Vote:
@@ -144,8 +144,8 @@ def agreeing(population: str, proposal: Proposal, identity: Identity) -> Vote:
     if proposal.head is None or identity.certificate is None:
         return Vote(proposal.id)
     binding = binding_of(population, proposal.id, proposal.price.event, proposal.head)
-    own = identity.node, b"", binding, identity.certificate, identity.key
-    return Vote(proposal.id, countersignature=countersigned(*own))
+    arguments = identity.node, b"", binding, identity.certificate, identity.key
+    return Vote(proposal.id, countersignature=countersigned(*arguments))
 
 
 async def _upload(channel: grpc.aio.Channel, parts: Iterator[bytes]) -> None:
@@ -160,7 +160,9 @@ class BareNodes:
 
     def __init__(self, site: Site, cohort: list[int], port: int) -> None:
         identities = [identity_of(site.node_folder(number), None) for number in cohort]
-        self._stubs = [FederationStub.open(f"localhost:{port}", own) for own in identities]
+        self._stubs = [
+            FederationStub.open(f"localhost:{port}", identity) for identity in identities
+        ]
         self._parts = messages(site.model_bytes)
 
     async def exchange(self) -> None:

@@ -53,10 +53,10 @@ def lay_out(folder: Path, users: UserStore, sizes: Sequence[int]) -> None:
     for number, part in enumerate(parts, start=1):
         node = f"node-{number}"
         issued = issue(folder / "certs", node)
-        own = users.subset(part)
+        part_users = users.subset(part)
         ids_here = [ids[user] for user in part]
         nodes[node] = {"users": ids_here, "certificate": issued.fingerprint}
-        UserStore(own.fields, own.offsets, ids_here).save(folder / "users" / node)
+        UserStore(part_users.fields, part_users.offsets, ids_here).save(folder / "users" / node)
     enrolment = {"population": secrets.token_hex(16), "nodes": nodes}
     (folder / "enrolment.toml").write_text(tomli_w.dumps(enrolment), encoding="utf-8")
 
@@ -82,10 +82,10 @@ class Program:
         """Wait until it has printed what matches; FedprivError if it ends or takes too long."""
         end = time.monotonic() + _LONGEST_START_SECONDS
         while time.monotonic() < end:
-            ended = self.process.poll() is not None
-            if found := re.search(pattern, self.text):
-                return found
-            if ended:
+            is_over = self.process.poll() is not None
+            if match := re.search(pattern, self.text):
+                return match
+            if is_over:
                 break
             time.sleep(0.02)
         raise FedprivError(f"{self.output} does not say {pattern!r}:\n{self.text}")
@@ -96,10 +96,10 @@ def troubles(log: str) -> list[str]:
 
     Lines that differ in numbers alone are the same.
     """
-    found = re.findall(r"^(?:\S+Z (WARNING|ERROR) +|(error): )(.+)$", log, re.MULTILINE)
+    matches = re.findall(r"^(?:\S+Z (WARNING|ERROR) +|(error): )(.+)$", log, re.MULTILINE)
     lines = {
-        re.sub(r"\d+", "#", said): f"{(level or end).upper()} {said}"
-        for level, end, said in reversed(found)
+        re.sub(r"\d+", "#", text): f"{(level or end).upper()} {text}"
+        for level, end, text in reversed(matches)
     }
     return list(reversed(lines.values()))
 
@@ -137,9 +137,9 @@ def server(
     }
     assignments = [f"--set=federation.{key}={value}" for key, value in settings.items()]
     out = ("--out", str(folder / "run"))
-    given = ("serve", str(file), *assignments, *out, *arguments)
-    with program(folder / "server.log", *given, command=command) as one:
-        yield one
+    arguments_of_serve = ("serve", str(file), *assignments, *out, *arguments)
+    with program(folder / "server.log", *arguments_of_serve, command=command) as server_program:
+        yield server_program
 
 
 def port_of(serving: Program) -> int:
@@ -161,8 +161,8 @@ def node(
         f"--state={folder / 'state' / name}",
         *arguments,
         command=command,
-    ) as one:
-        yield one
+    ) as node_program:
+        yield node_program
 
 
 @contextmanager

@@ -53,8 +53,8 @@ def prepared(population: int = 1_000, on: str = "cpu") -> InProcessTransport:
     torch.manual_seed(0)
     users = replace(WORKS["mlp"], users=population).population
     task = Task(WORKS["mlp"].model())
-    given = task, users, device, chunk_memory_of(None, device)
-    engine = InProcessTransport(*given, processes=1, path="together")
+    settings = task, users, device, chunk_memory_of(None, device)
+    engine = InProcessTransport(*settings, processes=1, path="together")
     for _ in engine.collect(request_of(task, users)):
         pass
     return engine
@@ -71,8 +71,8 @@ def run(folder: Path, engine: InProcessTransport, rounds: int, cohort: int = 100
     experiment, _ = on_population(config, "run", population, method=method)
     files, name = (folder / "ledger", folder / "participation"), population.name
     with PrivacyRecords.open(*files, name, experiment.budget) as records:
-        state, written, began = experiment.initial_state, RunFolder(folder), time.monotonic()
-        conduct(written, experiment, state, engine, records, clock=time.monotonic)
+        state, run_folder, began = experiment.initial_state, RunFolder(folder), time.monotonic()
+        conduct(run_folder, experiment, state, engine, records, clock=time.monotonic)
         return (time.monotonic() - began) / rounds
 
 

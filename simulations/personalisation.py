@@ -68,7 +68,7 @@ def task(*personal: str) -> fedpriv.Task:
 
 def trained(
     population: fedpriv.Population,
-    made: fedpriv.Task,
+    task: fedpriv.Task,
     local: fedpriv.SGD | fedpriv.FedRecon,
     epsilon: float,
     rounds: int,
@@ -79,7 +79,7 @@ def trained(
     with tempfile.TemporaryDirectory() as folder:
         return fedpriv.simulate(
             population,
-            made,
+            task,
             mechanism.calibrate(epsilon=epsilon, delta=DELTA, rounds=rounds),
             local=local,
             server=fedpriv.FedAvg(1.0),
@@ -96,30 +96,32 @@ def accuracies(
     population: fedpriv.Population, epsilon: float, rounds: int, seed: int
 ) -> dict[str, dict[str, float]]:
     """How the accuracy of each arm is spread over held-out users."""
-    whole = fedpriv.Personalisation(fedpriv.SGD(0.05, steps=20))
+    all_parameters = fedpriv.Personalisation(fedpriv.SGD(0.05, steps=20))
     head = fedpriv.Personalisation(fedpriv.SGD(0.1, steps=20), HEAD)
     shared = trained(population, task(), fedpriv.SGD(0.1, steps=10), epsilon, rounds, seed)
     local = fedpriv.FedRecon(0.1, steps=15, personal_steps=5, personal_rate=0.1)
-    apart = trained(population, task(*HEAD), local, epsilon, rounds, seed)
+    personal = trained(population, task(*HEAD), local, epsilon, rounds, seed)
     of_all, of_head = (
-        HeldOutUsers(how, shared.task, population.test, CPU) for how in (whole, head)
+        HeldOutUsers(options, shared.task, population.test, CPU)
+        for options in (all_parameters, head)
     )
     model = shared.state.model
-    found = {
+    runs = {
         "one model": evaluate(shared.task, of_all.rows, CPU, model),
         "all of it fine-tuned": of_all.evaluate(model),
         "its last layer fine-tuned": of_head.evaluate(model),
-        "last layer personal": HeldOutUsers(head, apart.task, population.test, CPU).evaluate(
-            apart.state.model
+        "last layer personal": HeldOutUsers(head, personal.task, population.test, CPU).evaluate(
+            personal.state.model
         ),
     }
-    return {arm: dict(each.held_out_users["accuracy"]) for arm, each in found.items()}
+    return {arm: dict(run.held_out_users["accuracy"]) for arm, run in runs.items()}
 
 
 def table_of(results: Sequence[Found]) -> Table:
     """A row for each ε and arm."""
     rows = [
-        (f"{each.epsilon:g}", each.arm, mean_of(each.mean), mean_of(each.tenth)) for each in results
+        (f"{result.epsilon:g}", result.arm, mean_of(result.mean), mean_of(result.tenth))
+        for result in results
     ]
     columns = [
         Column("ε"),
@@ -140,15 +142,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--users", type=int, default=USERS)
     default = Path(__file__).parent / "results"
     parser.add_argument("--folder", type=Path, default=default)
-    given = parser.parse_args(arguments)
-    population, results = people(given.users), list[Found]()
-    for epsilon in given.epsilon:
-        runs = [accuracies(population, epsilon, given.rounds, seed) for seed in range(given.seeds)]
+    options = parser.parse_args(arguments)
+    population, results = people(options.users), list[Found]()
+    for epsilon in options.epsilon:
+        runs = [
+            accuracies(population, epsilon, options.rounds, seed) for seed in range(options.seeds)
+        ]
         for arm in runs[0]:
             mean, tenth = (tuple(run[arm][key] for run in runs) for key in ("mean", "q10"))
             results.append(Found(epsilon, arm, mean, tenth))
-    content = [asdict(each) for each in results]
-    write_results(table_of(results), content, given.folder, "personalisation")
+    content = [asdict(result) for result in results]
+    write_results(table_of(results), content, options.folder, "personalisation")
 
 
 if __name__ == "__main__":

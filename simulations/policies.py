@@ -66,13 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--epsilon", type=float, nargs="+", default=[2.0, 8.0])
     parser.add_argument("--passes", type=int, nargs="+", default=[2, 10, 50], help="n")
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "results")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     costs = list[Cost]()
-    for epsilon in given.epsilon:
+    for epsilon in options.epsilon:
         costs.append(cost(epsilon, "every user", fedpriv.EveryUser()))
-        for n in given.passes:
+        for n in options.passes:
             costs += [cost(epsilon, name, policy) for name, policy in policies(n).items()]
-    write_results(table_of(costs), [asdict(each) for each in costs], given.folder, "policies")
+    write_results(table_of(costs), [asdict(row) for row in costs], options.folder, "policies")
 
 
 if __name__ == "__main__":

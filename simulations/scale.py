@@ -182,10 +182,10 @@ def measure(scale: Scale, folder: Path) -> Found:
             return stack.enter_context(rounds_of(folder / f"{name}-run", transport, cohort, local))
 
         stores = [saved(folder / str(n), n, *_FEW) for n in (scale.users, scale.fewer)]
-        many, few = (
+        seconds_of_all, few = (
             begun(f"{store.population}", store, small, scale.cohort, few_steps) for store in stores
         )
-        triples = [(next(many), next(few), mebibytes()) for _ in range(scale.rounds + 1)]
+        triples = [(next(seconds_of_all), next(few), mebibytes()) for _ in range(scale.rounds + 1)]
         seconds, seconds_of_fewer, taken = zip(*triples[1:], strict=True)
         large_store = saved(folder / "streamed", scale.streamed, *_MANY)
         streamed = begun("streamed", large_store, large, scale.streamed, one_pass)
@@ -279,20 +279,20 @@ def rounds_on(store: Path, cohort: int, rounds: int, *, large: bool) -> Rounds:
     transport = InProcessTransport(task, users, device, memory, timed=True, cohort=cohort)
     with tempfile.TemporaryDirectory(dir=store.parent) as folder:
         with rounds_of(Path(folder) / "run", transport, cohort, local) as seconds:
-            taken, spent = [next(seconds)], [cpu_seconds()]
+            wall_times, spent = [next(seconds)], [cpu_seconds()]
             for _ in range(rounds):
-                taken.append(next(seconds))
+                wall_times.append(next(seconds))
                 spent.append(cpu_seconds())
         peak = peak_mebibytes()
         transport.release_resources()
     size = sum(file.stat().st_size for file in store.glob("field-*")) / _MEBIBYTE
     cpu = [b - a for a, b in itertools.pairwise(spent)]
-    return Rounds(users.population, cohort, size, taken[1:], cpu, peak)
+    return Rounds(users.population, cohort, size, wall_times[1:], cpu, peak)
 
 
-def of_data(folder: Path, users: int, fewer: int, cohort: int, rounds: int) -> list[Rounds]:
+def of_data(folder: Path, users: int, small_users: int, cohort: int, rounds: int) -> list[Rounds]:
     """Run rounds of a small population, and as many of one with much data."""
-    stores = {folder / "small": fewer, folder / "large": users}
+    stores = {folder / "small": small_users, folder / "large": users}
     for store, count in stores.items():
         apart(_save, store, count, *_MANY)
     return [apart(rounds_on, store, cohort, rounds, large=True) for store in stores]
@@ -331,20 +331,20 @@ class AtRound:
 
 
 def long_run(
-    folder: Path, planned: int, late: Sequence[int], rounds: int, *, adaptive: bool
+    folder: Path, planned: int, positions: Sequence[int], rounds: int, *, adaptive: bool
 ) -> list[AtRound]:
     """Begin a run, bring it to each of some `late` rounds, and resume it there for more rounds."""
     run = folder / "run"
     apart(resumed, run, planned, 2, adaptive=adaptive)
-    found = []
-    for number in late:
+    measurements = []
+    for number in positions:
         fill(run, number, adaptive=adaptive)
         went_on = apart(resumed, run, planned, rounds, adaptive=adaptive)
         files = ("ledger.sqlite", "ledger.participation.sqlite", "metrics.jsonl")
         sizes = ((run / file).stat().st_size / _MEBIBYTE for file in files)
         figures = (*went_on, *ledger_seconds(run / files[0]), *sizes, *apart(reported_in, run))
-        found.append(AtRound(number, *figures))
-    return found
+        measurements.append(AtRound(number, *figures))
+    return measurements
 
 
 def resumed(
@@ -385,8 +385,8 @@ def resumed(
             quiet=True,
         )
     (_, first, first_cpu), (epsilon, last, last_cpu) = marks[0], marks[-1]
-    each = 1000.0 / (rounds - 1)
-    cpu, wall = each * (last_cpu - first_cpu), each * (last - first)
+    step = 1000.0 / (rounds - 1)
+    cpu, wall = step * (last_cpu - first_cpu), step * (last - first)
     return epsilon, first_cpu - began, cpu, wall, peak_mebibytes()
 
 
@@ -403,13 +403,13 @@ def fill(out: Path, until: int, *, adaptive: bool) -> None:
     with (
         Ledger.open(folder.ledger) as ledger,
         ParticipationRecord.open(record_path(folder.ledger)) as record,
-        ExitStack() as together,
+        ExitStack() as processes,
     ):
         (*_, row) = ledger.charges()
         for database in (ledger.database, record.database):
-            together.enter_context(database.transaction())
-            together.enter_context(patch.object(database, "transaction", nullcontext))
-        lines = together.enter_context(folder.metrics.open("ab"))
+            processes.enter_context(database.transaction())
+            processes.enter_context(patch.object(database, "transaction", nullcontext))
+        lines = processes.enter_context(folder.metrics.open("ab"))
         for number in range(last.round + 1, until + 1):
             scale = rng.uniform(0.5, 1.0) if adaptive else 1.0
             queries = tuple(
@@ -499,23 +499,26 @@ privacy = {{ sampling_probability = 0.1 }}
 
 def _of_users(folder: Path) -> dict[str, object]:
     scale = Scale(users=10_000_000, fewer=10_000, cohort=1_000, rounds=21, streamed=20_000)
-    found = measure(scale, folder)
-    return {"scale": asdict(scale), "summary": summary(found), **asdict(found)}
+    result = measure(scale, folder)
+    return {"scale": asdict(scale), "summary": summary(result), **asdict(result)}
 
 
 def _found(rounds: Sequence[Rounds]) -> dict[str, object]:
     rows = []
-    for each in rounds:
-        row = asdict(each) | {"seconds": statistics.median(each.seconds)}
-        row["cpu_seconds"] = statistics.fmean(each.cpu_seconds)
-        row["rounds"], row["users_per_cpu_second"] = len(each.seconds), each.users_per_cpu_second
+    for round_ in rounds:
+        row = asdict(round_) | {"seconds": statistics.median(round_.seconds)}
+        row["cpu_seconds"] = statistics.fmean(round_.cpu_seconds)
+        row["rounds"], row["users_per_cpu_second"] = (
+            len(round_.seconds),
+            round_.users_per_cpu_second,
+        )
         rows.append(row)
     return {"rounds": rows}
 
 
-def _late(folder: Path, late: Sequence[int], *, adaptive: bool) -> dict[str, object]:
-    run = long_run(folder, 100_000, late, 200, adaptive=adaptive)
-    return {"at": [asdict(each) for each in run]}
+def _late(folder: Path, positions: Sequence[int], *, adaptive: bool) -> dict[str, object]:
+    run = long_run(folder, 100_000, positions, 200, adaptive=adaptive)
+    return {"at": [asdict(entry) for entry in run]}
 
 
 PARTS: Mapping[str, Callable[[Path], Mapping[str, object]]] = {
@@ -538,23 +541,23 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", choices=PARTS)
     parser.add_argument("--folder", type=Path, help="where data lie until their part ends")
     parser.add_argument("--json", type=Path, help="where to keep the figures")
-    given = parser.parse_args()
-    for part in given.parts:
-        folder = given.folder / part if given.folder else Path(tempfile.mkdtemp())
+    options = parser.parse_args()
+    for part in options.parts:
+        folder = options.folder / part if options.folder else Path(tempfile.mkdtemp())
         folder.mkdir(parents=True, exist_ok=True)
-        found = PARTS[part](folder)
+        part_results = PARTS[part](folder)
         shutil.rmtree(folder)
-        print(part, json.dumps(found, indent=1))
-        if given.json:
-            keep(given.json, part, found)
+        print(part, json.dumps(part_results, indent=1))
+        if options.json:
+            keep(options.json, part, part_results)
 
 
-def keep(file: Path, part: str, found: Mapping[str, object]) -> None:
+def keep(file: Path, part: str, part_results: Mapping[str, object]) -> None:
     """Put the figures of a part into a file, in place of its last ones."""
-    made = made_by("scale", ["fedpriv", "torch", "numpy"], threads=torch.get_num_threads())
-    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    kept[part] = {**made, **found}
-    file.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    machine = made_by("scale", ["fedpriv", "torch", "numpy"], threads=torch.get_num_threads())
+    content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    content[part] = {**machine, **part_results}
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -91,9 +91,9 @@ def _nodes(site: Site) -> Iterator[tuple[list[BaseProcess], Callable[[int], None
     """Processes of all nodes, and a function that tells them the server's port."""
     context, pipes, processes = multiprocessing.get_context("fork"), list[Connection](), []
     for number in range(site.nodes):
-        ours, theirs = context.Pipe()
-        pipes.append(ours)
-        processes.append(context.Process(target=_node, args=(theirs, site, number), daemon=True))
+        parent_end, child_end = context.Pipe()
+        pipes.append(parent_end)
+        processes.append(context.Process(target=_node, args=(child_end, site, number), daemon=True))
         processes[-1].start()
 
     def start(port: int) -> None:
@@ -194,9 +194,11 @@ def _rounds(
 
         count = _ROUNDS if site.nodes <= _MANY else _ROUNDS_OF_MANY
         turns = product(range(count), enumerate((trusting, trusting_nobody)))
-        found = [_cost(partial(work, 2 * turn + kind), processes) for turn, (kind, work) in turns]
+        round_costs = [
+            _cost(partial(work, 2 * turn + kind), processes) for turn, (kind, work) in turns
+        ]
         server.call(lambda: server.service.connections.end_all(End.RUN_OVER))
-    return _median(found[2::2]), _median(found[3::2])
+    return _median(round_costs[2::2]), _median(round_costs[3::2])
 
 
 def _mechanism(nodes: int, clipping: Clipping, secure: SecureSum | None) -> GaussianMechanism:
@@ -211,12 +213,12 @@ def _cost(work: Callable[[], None], processes: list[BaseProcess]) -> Cost:
         clocks = ((~process.pid << 3) | 2 for process in processes if process.pid)
         return sum(map(time.clock_gettime, clocks)) / len(processes)
 
-    before = at_nodes(), time.process_time(), _received(), time.perf_counter()
+    start = at_nodes(), time.process_time(), _received(), time.perf_counter()
     work()
-    seconds, server = time.perf_counter() - before[3], time.process_time() - before[1]
+    seconds, server = time.perf_counter() - start[3], time.process_time() - start[1]
     time.sleep(_REST_SECONDS)
-    node, sent = at_nodes() - before[0], (_received() - before[2]) / len(processes)
-    return Cost(seconds, server, node, sent)
+    node, sent_bytes = at_nodes() - start[0], (_received() - start[2]) / len(processes)
+    return Cost(seconds, server, node, sent_bytes)
 
 
 def _received() -> int:
@@ -226,12 +228,14 @@ def _received() -> int:
         with suppress(OSError):
             if not str(file.readlink()).startswith("socket:"):
                 continue
-            with socket.socket(fileno=os.dup(int(file.name))) as one:
-                if one.family in (socket.AF_INET, socket.AF_INET6):
-                    info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+            with socket.socket(fileno=os.dup(int(file.name))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
                     total += struct.unpack_from("Q", info, _RECEIVED)[0]
     return total
 
 
-def _median(found: list[Cost]) -> Cost:
-    return Cost(*(statistics.median(numbers) for numbers in zip(*map(astuple, found), strict=True)))
+def _median(round_costs: list[Cost]) -> Cost:
+    return Cost(
+        *(statistics.median(numbers) for numbers in zip(*map(astuple, round_costs), strict=True))
+    )

@@ -53,9 +53,9 @@ def summary(runs: list[list[Row]]) -> dict[str, object]:
 
 def charts(runs: list[list[Row]], title: str) -> tuple[Chart, Chart]:
     """Accuracy by round, each seed and their mean, and ε by round."""
-    measured = [[row for row in rows if row["accuracy"] is not None] for rows in runs]
-    rounds = [int(str(row["round"])) for row in measured[0]]
-    accuracy = np.array([[float(str(r["accuracy"])) for r in rows] for rows in measured]) * 100
+    evaluated = [[row for row in rows if row["accuracy"] is not None] for rows in runs]
+    rounds = [int(str(row["round"])) for row in evaluated[0]]
+    accuracy = np.array([[float(str(r["accuracy"])) for r in rows] for rows in evaluated]) * 100
     mean = Series(
         f"mean of {len(runs)} seeds, between the least and the largest",
         rounds,

@@ -107,14 +107,14 @@ class Lamb(ServerOptimizer):
 
     def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
         """Take a step whose length in each tensor is the rate times the tensor's norm."""
-        m, v, after = _moments(self, average, state)
+        m, v, next_state = _moments(self, average, state)
         moved = {}
         for name, parameter in parameters.items():
             step = m[name] / (np.sqrt(v[name]) + 1e-6)
             length = max(float(np.linalg.norm(parameter)), _LEAST_NORM)
             factor = self.learning_rate * length / max(float(np.linalg.norm(step)), 1e-12)
             moved[name] = (parameter + factor * step).astype(np.float32)
-        return moved, after
+        return moved, next_state
 
 
 @dataclass(frozen=True)
@@ -134,13 +134,13 @@ class LessNoise(ServerOptimizer):
 
     def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
         """Take a step."""
-        m, v, after = _moments(self, average, state)
+        m, v, next_state = _moments(self, average, state)
         moved = {}
         for name, parameter in parameters.items():
             square = np.full(parameter.shape, v[name].mean()) if self.block else v[name]
             root = np.sqrt(np.maximum(square - self.noise**2, (self.least * self.noise) ** 2))
             moved[name] = (parameter + self.learning_rate * m[name] / root).astype(np.float32)
-        return moved, after
+        return moved, next_state
 
 
 @dataclass(frozen=True)
@@ -160,15 +160,15 @@ class Filtered(FedAdam):
         """Return what users train from, x + γ·(x − last x), and the state with x."""
         kappa, first = self.kappa, state.first
         smooth = {n: (1 - kappa) * first[_AVERAGE + n] + kappa * average[n] for n in parameters}
-        before = model_of(parameters, state)
+        previous = model_of(parameters, state)
         usual = replace(state, first={name: first[name] for name in parameters})
-        model, after = super().update(smooth, usual, before)
-        ahead = {n: x + (1 - kappa) / kappa * (x - before[n]) for n, x in model.items()}
-        kept = {_AVERAGE + n: g for n, g in smooth.items()} | {
+        model, next_state = super().update(smooth, usual, previous)
+        ahead = {n: x + (1 - kappa) / kappa * (x - previous[n]) for n, x in model.items()}
+        extra = {_AVERAGE + n: g for n, g in smooth.items()} | {
             _MODEL + n: x.astype(np.float64) for n, x in model.items()
         }
         start = {name: x.astype(np.float32) for name, x in ahead.items()}
-        return start, replace(after, first={**after.first, **kept})
+        return start, replace(next_state, first={**next_state.first, **extra})
 
 
 def model_of(parameters: Parameters, state: OptimizerState) -> Parameters:
@@ -220,11 +220,14 @@ def _moments(
 ) -> tuple[dict[str, Array], dict[str, Array], OptimizerState]:
     """Return m and v with bias correction, and the state after this round."""
     rounds = state.first["rounds"] + 1
-    one, two = optimizer.beta1, optimizer.beta2
-    m = {n: one * state.first[n] + (1 - one) * average[n] for n in average}
-    v = {n: two * state.second[n] + (1 - two) * average[n] ** 2 for n in average}
+    beta1, beta2 = optimizer.beta1, optimizer.beta2
+    m = {n: beta1 * state.first[n] + (1 - beta1) * average[n] for n in average}
+    v = {n: beta2 * state.second[n] + (1 - beta2) * average[n] ** 2 for n in average}
     number = float(rounds[0])
-    corrected = {n: m[n] / (1 - one**number) for n in m}, {n: v[n] / (1 - two**number) for n in v}
+    corrected = (
+        {n: m[n] / (1 - beta1**number) for n in m},
+        {n: v[n] / (1 - beta2**number) for n in v},
+    )
     return *corrected, OptimizerState(m | {"rounds": rounds}, v)
 
 
@@ -271,10 +274,10 @@ def accuracies(task: str, step: str, rate: float, seed: int) -> dict[str, float]
     with tempfile.TemporaryDirectory() as folder:
         paths = Path(folder) / "ledger.sqlite", Path(folder) / "participation.sqlite"
         with PrivacyRecords.open(*paths, task, experiment.budget) as records:
-            for after, _ in train(plan, state, transport, records, experiment.entropy):
+            for next_state, _ in train(plan, state, transport, records, experiment.entropy):
                 if step == "scaled":
-                    scaled.set(after.optimizer)
-                trained = model_of(after.parameters, after.optimizer)
+                    scaled.set(next_state.optimizer)
+                trained = model_of(next_state.parameters, next_state.optimizer)
                 models.append({n: t.astype(np.float64) for n, t in trained.items()})
     kinds = {
         "last": models[-1],

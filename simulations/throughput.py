@@ -169,24 +169,24 @@ def main() -> None:
     parser.add_argument("--work", choices=sorted(WORKS), nargs="+", default=list(WORKS))
     parser.add_argument("--users", type=int, help="instead of those above")
     parser.add_argument("--chunk-mebibytes", type=int, nargs="+", default=[None])
-    known = get_args(Activations)
-    parser.add_argument("--activations", nargs="+", choices=known, default=["float32"])
+    choices = get_args(Activations)
+    parser.add_argument("--activations", nargs="+", choices=choices, default=["float32"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     arguments = parser.parse_args()
     if arguments.users is not None and arguments.users < 1:
         parser.error(f"--users is {arguments.users}; it must be at least 1")
     device = device_named(arguments.device)
-    found = {}
+    speeds = {}
     for name in arguments.work:
-        given = device, arguments.chunk_mebibytes, arguments.activations
+        settings = device, arguments.chunk_mebibytes, arguments.activations
         work = WORKS[name]
-        found[name] = speeds_of(replace(work, users=arguments.users or work.users), *given)
-        plain, *_ = found[name].values()
-        for engine, speed in found[name].items():
-            print(f"{name:11} {engine:44} {speed:8.0f} users/s   {speed / plain:5.2f} ×")
+        speeds[name] = speeds_of(replace(work, users=arguments.users or work.users), *settings)
+        baseline, *_ = speeds[name].values()
+        for engine, speed in speeds[name].items():
+            print(f"{name:11} {engine:44} {speed:8.0f} users/s   {speed / baseline:5.2f} ×")
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+        arguments.json.write_text(json.dumps(speeds, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -32,24 +32,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--population", action="append", choices=POPULATIONS, help="may be repeated; default: all"
     )
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        report = attacked(given)
+        report = attacked(options)
     except FedprivError as error:
         parser.exit(2, f"error: {error}\n")
-    if given.json:
+    if options.json:
         print(json_text(report.content))
     else:
         report.print()
     sys.exit(3 if report.refuted else 0)
 
 
-def attacked(given: argparse.Namespace) -> Report:
+def attacked(options: argparse.Namespace) -> Report:
     """What the populations that were asked for find."""
-    config = load_config(experiment_file(given.file), given.assignments)
-    target = AttackedPlan.of(config, population_of(config), given.rounds, given.users)
-    populations = [POPULATIONS[name] for name in given.population or POPULATIONS]
-    return Report.of(config.name, target, populations, given.runs)
+    config = load_config(experiment_file(options.file), options.assignments)
+    target = AttackedPlan.of(config, population_of(config), options.rounds, options.users)
+    populations = [POPULATIONS[name] for name in options.population or POPULATIONS]
+    return Report.of(config.name, target, populations, options.runs)
 
 
 if __name__ == "__main__":

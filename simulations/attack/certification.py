@@ -72,11 +72,11 @@ def certified(
 ) -> Numbers:
     """Lower bounds on ε ≥ 0, each for one test that was fixed before these runs."""
     error = (1.0 - confidence) / 2.0
-    true = least_rate(hits, runs_with, error)
-    false = largest_rate(false_alarms, runs_without, error)
+    least_hits = least_rate(hits, runs_with, error)
+    most_alarms = largest_rate(false_alarms, runs_without, error)
     with np.errstate(divide="ignore"):
-        forward = np.log(np.maximum(true - delta, 0.0) / false)
-        backward = np.log(np.maximum(1.0 - false - delta, 0.0) / (1.0 - true))
+        forward = np.log(np.maximum(least_hits - delta, 0.0) / most_alarms)
+        backward = np.log(np.maximum(1.0 - most_alarms - delta, 0.0) / (1.0 - least_hits))
     bound: Numbers = np.maximum(0.0, np.maximum(forward, backward))
     return bound
 
@@ -88,10 +88,10 @@ def largest_certifiable(runs: int, delta: float) -> float:
 
 def certify(test: ThresholdTest, without: Numbers, with_one: Numbers, delta: float) -> Certificate:
     """Certify a test that was chosen on other runs, from the numbers of these: [runs] each."""
-    hits, false = (int(test.guesses(numbers).sum()) for numbers in (with_one, without))
+    hits, false_alarms = (int(test.guesses(numbers).sum()) for numbers in (with_one, without))
     sizes = len(with_one), len(without)
-    epsilon = certified(np.array(hits), sizes[0], np.array(false), sizes[1], delta)
-    return Certificate(float(epsilon), hits, sizes[0], false, sizes[1])
+    epsilon = certified(np.array(hits), sizes[0], np.array(false_alarms), sizes[1], delta)
+    return Certificate(float(epsilon), hits, sizes[0], false_alarms, sizes[1])
 
 
 def best_test(without: Numbers, with_one: Numbers, delta: float) -> tuple[float, ThresholdTest]:
@@ -99,16 +99,16 @@ def best_test(without: Numbers, with_one: Numbers, delta: float) -> tuple[float,
 
     All thresholds between two different numbers are tried, on both sides; [runs] each, finite.
     """
-    seen = np.unique(np.concatenate([without, with_one]))
-    cuts = seen[:-1] / 2.0 + seen[1:] / 2.0
-    best = 0.0, ThresholdTest(float(seen[-1]), above=True)  # which guesses nothing
+    values = np.unique(np.concatenate([without, with_one]))
+    cuts = values[:-1] / 2.0 + values[1:] / 2.0
+    best = 0.0, ThresholdTest(float(values[-1]), above=True)  # which guesses nothing
     if not len(cuts):
         return best
     for above in (True, False):
         counts = []
         for numbers in (with_one, without):
-            below = np.searchsorted(np.sort(numbers), cuts, "right" if above else "left")
-            counts.append(len(numbers) - below if above else below)
+            counts_below = np.searchsorted(np.sort(numbers), cuts, "right" if above else "left")
+            counts.append(len(numbers) - counts_below if above else counts_below)
         bounds = certified(counts[0], len(with_one), counts[1], len(without), delta)
         at = int(np.argmax(bounds))
         if bounds[at] > best[0]:

@@ -102,7 +102,7 @@ def store_of(users: Sequence[Rows]) -> UserStore:
     return UserStore(fields, offsets_of(sizes))
 
 
-def pair_of(crowd: Crowd, one: Rows, others: Sequence[Rows] | None = None) -> Pair:
+def pair_of(crowd: Crowd, special: Rows, others: Sequence[Rows] | None = None) -> Pair:
     """One user beside others, by default the ordinary ones, and they without it.
 
     Where a user is replaced, the other world has the rows of the last but one in its place: the
@@ -110,7 +110,7 @@ def pair_of(crowd: Crowd, one: Rows, others: Sequence[Rows] | None = None) -> Pa
     """
     others = crowd.others if others is None else others
     without = [*others, crowd.others[-1]] if crowd.replaced else others
-    return Pair(store_of(without), store_of([*others, one]))
+    return Pair(store_of(without), store_of([*others, special]))
 
 
 def _alone(crowd: Crowd) -> Pair:
@@ -119,8 +119,8 @@ def _alone(crowd: Crowd) -> Pair:
 
 
 def _cancelling(crowd: Crowd) -> Pair:
-    one = crowd.changed(crowd.last, np.negative)
-    return pair_of(crowd, one, [crowd.last] * len(crowd.others))
+    special = crowd.changed(crowd.last, np.negative)
+    return pair_of(crowd, special, [crowd.last] * len(crowd.others))
 
 
 def _every_label(crowd: Crowd) -> Pair:
@@ -168,8 +168,8 @@ def _many(crowd: Crowd) -> Rows:
 
 
 def _full_chunk(crowd: Crowd) -> Pair:
-    alike = [crowd.resized(rows, _FULL) for rows in (*crowd.others, crowd.last)]
-    return pair_of(crowd, alike[-1], alike[:-1])
+    resized = [crowd.resized(rows, _FULL) for rows in (*crowd.others, crowd.last)]
+    return pair_of(crowd, resized[-1], resized[:-1])
 
 
 def _undrawn(crowd: Crowd) -> Pair:
@@ -187,9 +187,9 @@ class _Meddling(Transport):
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         """Yield the sums of all other users, and what the node makes of its own."""
-        own = np.isin(request.users, self.places)
-        yield from self.honest.collect(replace(request, users=request.users[~own]))
-        if own.any() and self.overstated:
+        own_users = np.isin(request.users, self.places)
+        yield from self.honest.collect(replace(request, users=request.users[~own_users]))
+        if own_users.any() and self.overstated:
             total = np.full(request.clipping.layout.dimension, 2**40, np.int64)
             yield PartialSum("its node", 1, total, request.clipping.weight_cap)
 

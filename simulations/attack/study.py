@@ -72,8 +72,8 @@ def attacked(attempt: Attempt) -> Row:
     with attempt.broken():
         report = Report.of("digits", target, [POPULATIONS[attempt.population]], attempt.runs)
     content = dict(report.content)
-    (found,) = content.pop("populations")
-    return {**attempt.key, **content, **found}
+    (population,) = content.pop("populations")
+    return {**attempt.key, **content, **population}
 
 
 def missing(attempts: Sequence[Attempt], rows: Sequence[Row]) -> Iterator[Attempt]:
@@ -116,18 +116,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--epsilon", type=float, nargs="+", default=[2.0, 8.0])
     parser.add_argument("--runs", type=int, default=1000, help="of each world, of the real engine")
     parser.add_argument("--folder", type=Path, default=Path(__file__).parents[1] / "results")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     real = [
-        Attempt("as it is", nullcontext, name, given.runs, epsilon)
-        for epsilon in given.epsilon
+        Attempt("as it is", nullcontext, name, options.runs, epsilon)
+        for epsilon in options.epsilon
         for name in POPULATIONS
     ]
-    attempts, rows = (*real, *BROKEN), read_results(given.folder, "attack")
+    attempts, rows = (*real, *BROKEN), read_results(options.folder, "attack")
     for attempt in missing(attempts, rows):
         rows.append(attacked(attempt))
-        write_numbers(rows, given.folder, "attack")
-    asked = [row for each in attempts for row in rows if each.key.items() <= row.items()]
-    write_results(table_of(asked), asked, given.folder, "attack")
+        write_numbers(rows, options.folder, "attack")
+    chosen = [row for try_ in attempts for row in rows if try_.key.items() <= row.items()]
+    write_results(table_of(chosen), chosen, options.folder, "attack")
 
 
 if __name__ == "__main__":

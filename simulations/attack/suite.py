@@ -82,25 +82,29 @@ class AttackedPlan:
         check_count("users", users, least=2)
         left_out = dict.fromkeys(_LEFT_OUT)
         quiet = {"trackers": (), "output": OutputSection()}
-        short = config.model_copy(update={"rounds": rounds, **left_out, **quiet})
-        mechanism = short.mechanism()
+        shortened = config.model_copy(update={"rounds": rounds, **left_out, **quiet})
+        mechanism = shortened.mechanism()
         records = records_of(population, mechanism).users
         if ROW_OWNERS in records.fields:
             raise DataError("rows have several owners; attacks know rows of one user alone")
         chosen = np.flatnonzero(records.sizes)[:users]
         if len(chosen) < 2:
             raise DataError(f"{len(chosen)} users with rows are to be attacked; two are needed")
-        name, few = population.name, records.subset(chosen)
-        experiment = build(short, _RUN, name, len(chosen), population.test, method_of(short))
+        name, subset = population.name, records.subset(chosen)
+        experiment = build(
+            shortened, _RUN, name, len(chosen), population.test, method_of(shortened)
+        )
         plan = replace(experiment.plan, optimizer=FedAvg())
         if plan.noise_multiplier == 0.0:
             raise InvalidValueError("the plan has no noise; ε is infinite and cannot be refuted")
         task = experiment.task
         inputs = (task.inputs,) if isinstance(task.inputs, str) else task.inputs
-        fields = {field: few.fields[field] for field in task.fields}
-        most = None if mechanism.unit is Unit.USER else mechanism.microbatch or 1
+        fields = {field: subset.fields[field] for field in task.fields}
+        rows_per_record = None if mechanism.unit is Unit.USER else mechanism.microbatch or 1
         replaced = plan.sampling.event().relation is NeighbouringRelation.REPLACE_ONE
-        crowd = Crowd(UserStore(fields, few.offsets), inputs, task.targets, most, replaced)
+        crowd = Crowd(
+            UserStore(fields, subset.offsets), inputs, task.targets, rows_per_record, replaced
+        )
         start = replace(experiment, plan=plan).initial_state
         # Runs charge the same events again and again, and pricing them takes longer than a run.
         budget = replace(experiment.budget, price=lru_cache(experiment.budget.price))
@@ -124,21 +128,21 @@ class AttackedPlan:
 
     def run(self, transport: Transport, entropy: Entropy) -> Released:
         """One run in fresh files, and all that it released; if it raises, that is how it ended."""
-        plan, steps, ended = self.plan, [], ""
+        plan, steps, reason = self.plan, [], ""
         with TemporaryDirectory(dir=_scratch()) as folder:
             files = Path(folder, "ledger.sqlite"), Path(folder, "participation.sqlite")
             with PrivacyRecords.open(*files, plan.population, self.budget) as records:
                 rounds = train(plan, self.start, transport, records, entropy)
-                while not ended:
+                while not reason:
                     try:
                         steps.append(next(rounds))
                     except StopIteration as end:
-                        ended = str(end.value)
+                        reason = str(end.value)
                     except Exception as error:
-                        ended = f"{type(error).__name__}: {error}"
+                        reason = f"{type(error).__name__}: {error}"
                 charges = tuple(records.ledger.charges())
         states, results = zip(*steps, strict=True) if steps else ((), ())
-        return Released(plan, self.start, states, results, charges, ended)
+        return Released(plan, self.start, states, results, charges, reason)
 
 
 def _scratch() -> Path | None:
@@ -159,8 +163,8 @@ class Finding:
     @property
     def refuted(self) -> bool:
         """Whether what is certified contradicts the ledger."""
-        found = self.certificate
-        return found is not None and found.epsilon > self.ledger_epsilon
+        certificate = self.certificate
+        return certificate is not None and certificate.epsilon > self.ledger_epsilon
 
     @property
     def verdict(self) -> str:
@@ -192,37 +196,45 @@ def attack(
     places, honest = _places(target, pair), target.transport(pair.with_one)
     worlds = target.transport(pair.without), pair.carried(honest, places[-1])
     enemy = Enemy(target.plan, target.start, worlds[1], places)
-    delta, half, numbered = target.budget.delta, certifying(runs), count()
-    quarter = (runs - half) // 2
+    delta, certifying_runs, numbered = target.budget.delta, certifying(runs), count()
+    quarter = (runs - certifying_runs) // 2
 
     def released(world: Transport, runs: int) -> Iterator[Released]:
         for number in islice(numbered, runs):
             yield target.run(world, entropies(number))
             on_run()
 
-    def told(each: Distinguisher, world: Transport) -> Numbers:
-        return np.array([each(run) for run in released(world, half)])
+    def told(distinguisher: Distinguisher, world: Transport) -> Numbers:
+        return np.array([distinguisher(run) for run in released(world, certifying_runs)])
 
     # Thousands of runs train users that fail, which is what they are for; in models this small,
     # threads wait for each other.
     with silenced(logging.WARNING), computing_with(1):
-        (tried,) = released(worlds[0], 1)
-        if len(tried.results) < target.plan.rounds:
-            raise InvalidValueError(f"a run ends after {len(tried.results)} rounds: {tried.ended}")
-        learnt = [ReleaseMoments.of(released(world, quarter), enemy) for world in worlds]
-        every = _distinguishers(target, pair, enemy, learnt[0], learnt[1])
+        (trial,) = released(worlds[0], 1)
+        if len(trial.results) < target.plan.rounds:
+            raise InvalidValueError(f"a run ends after {len(trial.results)} rounds: {trial.ended}")
+        moments = [ReleaseMoments.of(released(world, quarter), enemy) for world in worlds]
+        every = _distinguishers(target, pair, enemy, moments[0], moments[1])
         columns = [
-            np.array([[each(run) for each in every] for run in released(world, quarter)]).T
+            np.array(
+                [
+                    [test_statistic(run) for test_statistic in every]
+                    for run in released(world, quarter)
+                ]
+            ).T
             for world in worlds
         ]
-        tests = [best_test(one, other, delta) for one, other in zip(*columns, strict=True)]
+        tests = [
+            best_test(with_user, without_user, delta)
+            for with_user, without_user in zip(*columns, strict=True)
+        ]
         chosen = max(range(len(every)), key=lambda at: tests[at][0])
         final = [told(every[chosen], world) for world in worlds]
     for world in worlds:
         world.release_resources()
-    ledger = epsilon_of(paid_events(tried.charges), delta).epsilon
-    found = certify(tests[chosen][1], final[0], final[1], delta)
-    return Finding(kept, ledger, found, every[chosen].name)
+    ledger = epsilon_of(paid_events(trial.charges), delta).epsilon
+    certificate = certify(tests[chosen][1], final[0], final[1], delta)
+    return Finding(kept, ledger, certificate, every[chosen].name)
 
 
 def certifying(runs: int) -> int:
@@ -233,8 +245,8 @@ def certifying(runs: int) -> int:
 def _places(target: AttackedPlan, pair: Pair) -> Integers:
     """Of each user of the population with the one that differs, who is the last: [N', k]."""
     sampling, users = target.plan.sampling, pair.with_one.population
-    each = sampling.places // sampling.population
-    return np.arange(users * each).reshape(users, each)
+    per_user = sampling.places // sampling.population
+    return np.arange(users * per_user).reshape(users, per_user)
 
 
 def _distinguishers(
@@ -247,14 +259,14 @@ def _distinguishers(
     """All of a plan, given what runs of both worlds released."""
     plan, task, rows_held_out = target.plan, target.experiment.task, target.experiment.held_out
     centre = without.mean[:, : plan.layout.dimension]
-    found = [
+    distinguishers = [
         Distinguisher("own update", OwnUpdate(enemy, centre)),
         learnt_combination(enemy, without, with_one),
         learnt_direction(without, with_one),
     ]
-    tried = {name: column[:_HELD_OUT_ROWS] for name, column in rows_held_out.items()}
+    first_rows = {name: column[:_HELD_OUT_ROWS] for name, column in rows_held_out.items()}
     last = pair.with_one.examples_of(pair.with_one.population - 1)
-    for what, rows in {"held-out rows": tried, "the user's rows": last}.items():
+    for rows_name, rows in {"held-out rows": first_rows, "the user's rows": last}.items():
         if not task.personal and len(rows.get(task.targets, ())):
-            found.append(loss_on(what, task, rows))
-    return (*found, *always(plan))
+            distinguishers.append(loss_on(rows_name, task, rows))
+    return (*distinguishers, *always(plan))

@@ -48,13 +48,13 @@ class Process:
     def end(self) -> Done:
         """Wait for the end of a turn, and stop."""
         try:
-            done = self.pipe.recv()
+            answer = self.pipe.recv()
         except (EOFError, OSError) as error:
             raise self._ended() from error
         self.process.send_signal(signal.SIGSTOP)
-        if not isinstance(done, Done):
-            raise WorkerError(f"{self.name} sent a {type(done).__name__}; it must send a Done")
-        return done
+        if not isinstance(answer, Done):
+            raise WorkerError(f"{self.name} sent a {type(answer).__name__}; it must send a Done")
+        return answer
 
     def leave(self) -> None:
         """End the process, also one that is stopped."""
@@ -84,9 +84,9 @@ class Player:
         """
         for process, users in zip(self.processes, self._shares(turn.users), strict=True):
             process.begin(replace(turn, users=users))
-        done = [process.end() for process in self.processes]
-        slowest = max(done, key=lambda each: each.seconds)
-        return replace(slowest, total=np.sum([each.total for each in done], 0))
+        answers = [process.end() for process in self.processes]
+        slowest = max(answers, key=lambda answer: answer.seconds)
+        return replace(slowest, total=np.sum([answer.total for answer in answers], 0))
 
     def leave(self) -> None:
         """End the processes, also those that are stopped."""
@@ -115,10 +115,10 @@ def playing(settings: Mapping[str, Setting]) -> Iterator[dict[str, Player]]:
 
 def _started(name: str, setting: Setting) -> Process:
     # A new interpreter: pfl works in none that multiprocessing has started.
-    ours, theirs = multiprocessing.Pipe()
-    with theirs:
-        end = theirs.fileno()
+    parent_end, child_end = multiprocessing.Pipe()
+    with child_end:
+        end = child_end.fileno()
         arguments = [setting.contestant, setting.work, setting.device, str(setting.threads)]
         command = [sys.executable, "-m", "simulations.benchmarks.process", *arguments, str(end)]
         process = subprocess.Popen(command, pass_fds=[end], env=environment(setting.device))
-    return Process(name, process, ours)
+    return Process(name, process, parent_end)

@@ -70,13 +70,13 @@ def _alone(*sizes: int) -> dict[str, Any]:
     """What `rounds_of` gives in a process of its own."""
     options = zip(("--users", "--cohort", "--canaries", "--rounds"), map(str, sizes), strict=True)
     command = [sys.executable, "-m", "simulations.benchmarks.audit_cost", "--alone"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, *(part for pair in options for part in pair)],
         stdout=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         check=True,
     )
-    result: dict[str, Any] = json.loads(done.stdout)
+    result: dict[str, Any] = json.loads(process.stdout)
     return result
 
 
@@ -90,27 +90,29 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=4, help="runs of each, in alternation")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--alone", action="store_true", help="run once, and print what it took")
-    given = parser.parse_args()
-    sizes = [given.users, given.cohort, given.canaries, given.rounds]
-    if given.alone:
+    options = parser.parse_args()
+    sizes = [options.users, options.cohort, options.canaries, options.rounds]
+    if options.alone:
         print(json.dumps(rounds_of(*sizes)))
         return
-    found: dict[str, list[dict[str, Any]]] = {"without": [], "with": []}
-    for _ in range(given.repeats):
-        for name, canaries in (("without", 0), ("with", given.canaries)):
-            found[name].append(_alone(given.users, given.cohort, canaries, given.rounds))
-    times = {n: median(t for run in runs for t in run[SECONDS]) for n, runs in found.items()}
-    peaks = {name: median(run[PEAK] for run in runs) for name, runs in found.items()}
-    more, share = peaks["with"] - peaks["without"], times["with"] / times["without"] - 1.0
-    print(f"{share:.1%} more processor time a round, {more:.0f} MiB more memory")
-    if given.json:
-        kept = made_by("benchmarks.audit_cost", ["fedpriv", "torch", "numpy"]) | {
+    measurements: dict[str, list[dict[str, Any]]] = {"without": [], "with": []}
+    for _ in range(options.repeats):
+        for name, canaries in (("without", 0), ("with", options.canaries)):
+            measurements[name].append(
+                _alone(options.users, options.cohort, canaries, options.rounds)
+            )
+    times = {n: median(t for run in runs for t in run[SECONDS]) for n, runs in measurements.items()}
+    peaks = {name: median(run[PEAK] for run in runs) for name, runs in measurements.items()}
+    extra, share = peaks["with"] - peaks["without"], times["with"] / times["without"] - 1.0
+    print(f"{share:.1%} more processor time a round, {extra:.0f} MiB more memory")
+    if options.json:
+        content = made_by("benchmarks.audit_cost", ["fedpriv", "torch", "numpy"]) | {
             "users, cohort, canaries, rounds": sizes,
-            "runs": found,
+            "runs": measurements,
             "more processor time": share,
-            "more MiB": more,
+            "more MiB": extra,
         }
-        given.json.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+        options.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

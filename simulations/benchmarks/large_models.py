@@ -88,8 +88,8 @@ def private(contest: Contest, model: nn.Module, turn: Turn) -> None:
     import fedpriv  # noqa: PLC0415
 
     rounds, (x, y) = contest.rounds + 1, contest.rows_of(contest.users * contest.examples)
-    few, owner = (x[: contest.batch], y[: contest.batch]), np.arange(len(x)) // contest.examples
-    people = fedpriv.Population.from_arrays(x, y, owner, held_out=few)
+    batch, owner = (x[: contest.batch], y[: contest.batch]), np.arange(len(x)) // contest.examples
+    people = fedpriv.Population.from_arrays(x, y, owner, held_out=batch)
     mechanism = fedpriv.Mechanism.poisson(q=1.0, clipping=fedpriv.Flat(0.1))
 
     with tempfile.TemporaryDirectory() as folder:
@@ -138,7 +138,7 @@ def plain(contest: Contest, model: nn.Module, turn: Turn) -> None:
 CONTESTANTS = {"fedpriv": private, "plain": plain}
 
 
-def contend(name: str, which: str, end: int) -> None:
+def contend(name: str, model_name: str, end: int) -> None:
     """Train round after round, each when the other end of a pipe says so."""
     torch.set_num_threads(1)
     with Connection(end) as pipe:
@@ -151,20 +151,28 @@ def contend(name: str, which: str, end: int) -> None:
             pipe.recv()
             began = time.process_time()
 
-        CONTESTANTS[name](CONTESTS[which], CONTESTS[which].build(), turn)
+        CONTESTANTS[name](CONTESTS[model_name], CONTESTS[model_name].build(), turn)
 
 
-def measured(which: str) -> dict[str, Any]:
+def measured(model_name: str) -> dict[str, Any]:
     """Seconds of the rounds but the first, peak memory of each, and the size of a checkpoint."""
-    contest, pipes, processes = CONTESTS[which], dict[str, Connection](), []
+    contest, pipes, processes = CONTESTS[model_name], dict[str, Connection](), []
     for name in CONTESTANTS:
-        ours, theirs = Pipe()
-        with theirs:
+        parent_end, child_end = Pipe()
+        with child_end:
             module = "simulations.benchmarks.large_models"
-            command = [sys.executable, "-m", module, "contend", name, which, str(theirs.fileno())]
-            processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()]))
-        pipes[name] = ours
-        ours.poll(None)  # its first round, before the other begins
+            command = [
+                sys.executable,
+                "-m",
+                module,
+                "contend",
+                name,
+                model_name,
+                str(child_end.fileno()),
+            ]
+            processes.append(subprocess.Popen(command, pass_fds=[child_end.fileno()]))
+        pipes[name] = parent_end
+        parent_end.poll(None)  # its first round, before the other begins
     seconds: dict[str, list[float]] = {name: [] for name in pipes}
     memory, checkpoint = dict.fromkeys(pipes, 0.0), dict.fromkeys(pipes, 0.0)
     for number in range(contest.rounds + 1):
@@ -198,16 +206,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="private rounds against a plain loop")
     parser.add_argument("file", type=Path)
     parser.add_argument("--model", nargs="+", choices=CONTESTS, default=list(CONTESTS)[:3])
-    given = parser.parse_args()
+    options = parser.parse_args()
     from simulations.benchmarks.machine import made_by  # noqa: PLC0415
 
-    kept = made_by("benchmarks.large_models", ["fedpriv", "torch", "numpy"])
-    rows = {which: measured(which) for which in given.model}
-    for which, row in rows.items():
+    content = made_by("benchmarks.large_models", ["fedpriv", "torch", "numpy"])
+    rows = {name: measured(name) for name in options.model}
+    for name, row in rows.items():
         ratios = row["throughput over plain"], row["memory over plain"]
-        print(f"{which}: throughput {ratios[0]:.2f}, memory {ratios[1]:.2f} of a plain loop")
-    kept["models"] = rows
-    given.file.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+        print(f"{name}: throughput {ratios[0]:.2f}, memory {ratios[1]:.2f} of a plain loop")
+    content["models"] = rows
+    options.file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

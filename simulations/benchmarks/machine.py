@@ -45,19 +45,19 @@ def environment(device: str = "cpu") -> dict[str, str]:
     What runs on a CPU sees no GPU, beside which it could train in one process alone.
     """
     chosen = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
-    found = {name: value for name, value in os.environ.items() if name not in chosen}
-    return found if device == "cuda" else {**found, "CUDA_VISIBLE_DEVICES": ""}
+    variables = {name: value for name, value in os.environ.items() if name not in chosen}
+    return variables if device == "cuda" else {**variables, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
     """Versions of Python and of those packages that are installed."""
-    found = {"python": platform.python_version()}
+    numbers = {"python": platform.python_version()}
     for package in packages:
         try:
-            found[package] = version(package)
+            numbers[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return numbers
 
 
 def _processor() -> str:

@@ -54,8 +54,8 @@ def resnet18(classes: int = 10) -> nn.Module:
     widths = [64, 64, 128, 256, 512]
     blocks = [
         block
-        for before, after in pairwise(widths)
-        for block in (_Residual(before, after, 1 + (after > before)), _Residual(after, after, 1))
+        for inner, outer in pairwise(widths)
+        for block in (_Residual(inner, outer, 1 + (outer > inner)), _Residual(outer, outer, 1))
     ]
     first = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.GroupNorm(8, 64), nn.ReLU()
     last = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes)
@@ -101,8 +101,8 @@ class _Attending(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         length = hidden.shape[1]
-        later = torch.ones(length, length, dtype=torch.bool, device=hidden.device).triu(1)
-        out: Tensor = self.layers(hidden * math.sqrt(_WIDTH) + self.places[:length], later)
+        mask = torch.ones(length, length, dtype=torch.bool, device=hidden.device).triu(1)
+        out: Tensor = self.layers(hidden * math.sqrt(_WIDTH) + self.places[:length], mask)
         return out
 
 
@@ -164,9 +164,9 @@ class _Unused(_TwoLayers):
         return out
 
 
-def _with(*between: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def _with(*layers_between: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        inner = (make() for make in between)
+        inner = (make() for make in layers_between)
         return nn.Sequential(nn.Flatten(), nn.Linear(784, 128), *inner, nn.Linear(128, 10))
 
     return build

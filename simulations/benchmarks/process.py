@@ -51,9 +51,9 @@ def serve(pipe: "Pipe", train: Train, prepared: float = 0.0, clock: Clock = of_w
             return
         seconds, began, rounds = 0.0, perf_counter(), 0
         while rounds == 0 or perf_counter() - began < turn.seconds:
-            before = clock()
+            clock_before = clock()
             total = train(turn)
-            seconds += between(before, clock())
+            seconds += between(clock_before, clock())
             rounds += 1
         pipe.send(Done(seconds / rounds, total, prepared))
 
@@ -84,8 +84,8 @@ class _Kept:
 
     def send(self, done: Done) -> None:
         """Tell it, and more."""
-        more = _mebibytes("VmHWM") - self._held
-        self._pipe.send(replace(done, mebibytes=more, logged=self._lines.text))
+        growth = _mebibytes("VmHWM") - self._held
+        self._pipe.send(replace(done, mebibytes=growth, logged=self._lines.text))
 
 
 class _Lines(logging.Handler):
@@ -113,7 +113,7 @@ def _mebibytes(kind: str) -> float:
 
 def contestant_named(name: str, work: str) -> Contestant:
     """Contestant of a name; of the rivals' libraries only its own is imported."""
-    named: dict[str, Callable[[], Contestant]] = {
+    makers: dict[str, Callable[[], Contestant]] = {
         "fedpriv": lambda: fedpriv,
         "rule": lambda: partial(fedpriv, timed=False),
         "alone": lambda: partial(fedpriv, path="alone"),
@@ -123,7 +123,7 @@ def contestant_named(name: str, work: str) -> Contestant:
         "opacus": _opacus,
         "flower": partial(_flower, work),
     }
-    return named[name]()
+    return makers[name]()
 
 
 def _pfl() -> Contestant:
@@ -157,10 +157,10 @@ def main(name: str, work: str, device: str, threads: str, end: str) -> None:
     import_module("torch._dynamo")  # as torch does by itself at the first gradient
     # Only some would round to TF32, and sums would differ.
     with Connection(int(end)) as pipe, tf32(allowed=False):
-        kept, before = _Kept(pipe), clock()
+        recorder, clock_before = _Kept(pipe), clock()
 
         def use(train: Train) -> None:
-            serve(kept, train, between(before, clock()), clock)
+            serve(recorder, train, between(clock_before, clock()), clock)
 
         contestant(trained, torch.device(device), use)
 

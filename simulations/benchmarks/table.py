@@ -51,41 +51,41 @@ class Row:
         return {name: ratio for name, ratio in self._ratios() if ratio is not None}
 
     def _ratios(self) -> Iterator[tuple[str, float | None]]:
-        ours, plain, alone = self.named(OURS), self.named("plain"), self.named(ALONE)
-        yield "of a plain loop", _times(ours, plain)
-        yield "of pfl, one process each", _times(ours, self.named("pfl"))
-        yield "of pfl at its best", _times(self.named(FORKED) or ours, self.best("pfl"))
-        yield "of the road that a clock takes, by the fixed rule", _times(self.named(RULE), ours)
-        yield "time over equal sizes", _times(self.named(EQUAL), ours)
-        if ours:
-            yield "first round over a later one", ours.first / statistics.median(ours.seconds)
-        if alone and plain and plain.mebibytes > 0:
-            yield "memory of users alone over a plain loop", alone.mebibytes / plain.mebibytes
+        own, loop, alone_run = self.named(OURS), self.named("plain"), self.named(ALONE)
+        yield "of a plain loop", _times(own, loop)
+        yield "of pfl, one process each", _times(own, self.named("pfl"))
+        yield "of pfl at its best", _times(self.named(FORKED) or own, self.best("pfl"))
+        yield "of the road that a clock takes, by the fixed rule", _times(self.named(RULE), own)
+        yield "time over equal sizes", _times(self.named(EQUAL), own)
+        if own:
+            yield "first round over a later one", own.first / statistics.median(own.seconds)
+        if alone_run and loop and loop.mebibytes > 0:
+            yield "memory of users alone over a plain loop", alone_run.mebibytes / loop.mebibytes
 
 
-def _times(one: Contest | None, other: Contest | None) -> float | None:
-    return one.users_per_second / other.users_per_second if one and other else None
+def _times(first: Contest | None, second: Contest | None) -> float | None:
+    return first.users_per_second / second.users_per_second if first and second else None
 
 
 def table(rows: Sequence[Row]) -> Table:
     """A table to print."""
-    drawn = Table("work", "by", box=None)
+    grid = Table("work", "by", box=None)
     for column in ("users/s", "fedpriv is", "to prepare", "first round", "MiB"):
-        drawn.add_column(column, justify="right")
+        grid.add_column(column, justify="right")
     for row in rows:
-        ours = row.named(OURS)
+        own = row.named(OURS)
         for number, contest in enumerate(row.contests):
-            ratio = _times(ours, contest)
-            drawn.add_row(
+            ratio = _times(own, contest)
+            grid.add_row(
                 row.title if number == 0 else "",
                 contest.contestant,
                 f"{contest.users_per_second:,.0f}",
-                "" if contest is ours or ratio is None else f"{ratio:.2f} ×",
+                "" if contest is own or ratio is None else f"{ratio:.2f} ×",
                 f"{contest.prepared:.2f} s",
                 f"{contest.first:.2f} s",
                 f"{contest.mebibytes:,.0f}",
             )
-    return drawn
+    return grid
 
 
 def ratios_text(row: Row) -> str:

@@ -65,19 +65,19 @@ def opacus(people: fedpriv.Population, row: Row) -> Trained:
         noise_multiplier=row.noise_multiplier,
         max_grad_norm=row.clipping_norm,
     )
-    left = row.rounds
-    while left:
+    rounds_left = row.rounds
+    while rounds_left:
         for images, labels in lots:
             optimizer.zero_grad()
             torch.autograd.backward(functional.cross_entropy(model(images), labels))
             optimizer.step()
-            left -= 1
-            if not left:
+            rounds_left -= 1
+            if not rounds_left:
                 break
     with torch.no_grad():
-        found = model(torch.from_numpy(people.test["x"])).argmax(dim=1).numpy()
+        predicted = model(torch.from_numpy(people.test["x"])).argmax(dim=1).numpy()
     epsilon = engine.get_epsilon(DELTA)
-    accuracy = float((found == people.test["y"]).mean())
+    accuracy = float((predicted == people.test["y"]).mean())
     return Trained(perf_counter() - began, accuracy, float(epsilon))
 
 
@@ -109,15 +109,15 @@ def results_table(runs: Mapping[str, Sequence[Trained]], row: Row) -> Table:
 
 def measured(row: Row, repeats: int, threads: int) -> dict[str, list[Trained]]:
     """Runs of each library, each in a process of its own, in turn."""
-    given = "--lots", str(row.lot), "--epochs", str(row.epochs), "--threads", str(threads)
-    command = [sys.executable, "-m", "simulations.benchmarks.whole_run", *given, "--only"]
+    options = "--lots", str(row.lot), "--epochs", str(row.epochs), "--threads", str(threads)
+    command = [sys.executable, "-m", "simulations.benchmarks.whole_run", *options, "--only"]
     runs: dict[str, list[Trained]] = {name: [] for name in _LIBRARIES}
     for _ in range(repeats):
         for name, of_one in runs.items():
-            ended = subprocess.run(
+            process = subprocess.run(
                 [*command, name], stdout=subprocess.PIPE, check=True, env=environment()
             )
-            of_one.append(Trained(**json.loads(ended.stdout.splitlines()[-1])))
+            of_one.append(Trained(**json.loads(process.stdout.splitlines()[-1])))
     return runs
 
 
@@ -132,23 +132,23 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", choices=list(_LIBRARIES), help="one run, as JSON")
-    given = parser.parse_args()
-    rows = [replace(ROWS[0], epochs=given.epochs, lot=lot) for lot in given.lots]
-    if given.only:
-        torch.set_num_threads(given.threads)
-        print(json.dumps(asdict(_LIBRARIES[given.only](mnist(), rows[0]))))
+    options = parser.parse_args()
+    rows = [replace(ROWS[0], epochs=options.epochs, lot=lot) for lot in options.lots]
+    if options.only:
+        torch.set_num_threads(options.threads)
+        print(json.dumps(asdict(_LIBRARIES[options.only](mnist(), rows[0]))))
         return
-    kept = []
+    runs_done = []
     for row in rows:
-        runs = measured(row, given.repeats, given.threads)
+        runs = measured(row, options.repeats, options.threads)
         print_table(results_table(runs, row))
-        found = {name: [asdict(run) for run in of_one] for name, of_one in runs.items()}
-        kept.append({"lot": row.lot, "epochs": row.epochs, "runs": found})
-    if given.json:
+        content = {name: [asdict(run) for run in of_one] for name, of_one in runs.items()}
+        runs_done.append({"lot": row.lot, "epochs": row.epochs, "runs": content})
+    if options.json:
         packages = ["fedpriv", "torch", "opacus"]
-        about = made_by("benchmarks.whole_run", packages, threads=given.threads)
-        text = json.dumps(about | {"lots": kept}, indent=1)
-        given.json.write_text(f"{text}\n", encoding="utf-8")
+        about = made_by("benchmarks.whole_run", packages, threads=options.threads)
+        text = json.dumps(about | {"lots": runs_done}, indent=1)
+        options.json.write_text(f"{text}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -137,8 +137,8 @@ def equal(users: int, rows: int) -> list[int]:
 
 def pareto(users: int) -> list[int]:
     """Sizes as people have them: of a Pareto distribution from 5 rows on, cut at 500, in turns."""
-    above = 1 - (np.random.default_rng(_SEED).permutation(users) + 0.5) / users
-    sizes = _FEWEST_ROWS * above ** (-1 / _PARETO)
+    tail = 1 - (np.random.default_rng(_SEED).permutation(users) + 0.5) / users
+    sizes = _FEWEST_ROWS * tail ** (-1 / _PARETO)
     return [int(min(size, _MOST_ROWS)) for size in sizes.round()]
 
 
@@ -150,9 +150,9 @@ def _normal(sizes: Sequence[int], *shape: int) -> Tensor:
     return torch.randn((sum(sizes), *shape), generator=torch.Generator().manual_seed(_SEED))
 
 
-def _integers(sizes: Sequence[int], least: int, below: int, *shape: int) -> Tensor:
+def _integers(sizes: Sequence[int], low: int, high: int, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(_SEED + 1)
-    return torch.randint(least, below, (sum(sizes), *shape), generator=generator)
+    return torch.randint(low, high, (sum(sizes), *shape), generator=generator)
 
 
 def _images(sizes: Sequence[int]) -> Fields:
@@ -171,8 +171,8 @@ def _cifar(sizes: Sequence[int]) -> Fields:
         return {"x": _normal(sizes, 3, 32, 32), "y": _integers(sizes, 0, 10)}
     from PIL import Image  # noqa: PLC0415 - where there are images
 
-    with np.load(file) as kept:
-        ends, labels, packed = kept["train_offsets"], kept["train_labels"], kept["train_jpeg"]
+    with np.load(file) as arrays:
+        ends, labels, packed = arrays["train_offsets"], arrays["train_labels"], arrays["train_jpeg"]
     files = [packed[a:b].tobytes() for a, b in itertools.pairwise(ends[: sum(sizes) + 1])]
     images = [np.asarray(Image.open(io.BytesIO(file))) for file in files]
     x = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous().float() / 255 - 0.5
@@ -180,8 +180,8 @@ def _cifar(sizes: Sequence[int]) -> Fields:
 
 
 def _towers(sizes: Sequence[int]) -> Fields:
-    both = _normal(sizes, 2, 64)
-    return {"seen": both[:, 0].clone(), "item": both[:, 1].clone(), "y": _integers(sizes, 0, 2)}
+    pair = _normal(sizes, 2, 64)
+    return {"seen": pair[:, 0].clone(), "item": pair[:, 1].clone(), "y": _integers(sizes, 0, 2)}
 
 
 def _vectors(sizes: Sequence[int]) -> Fields:
@@ -220,8 +220,8 @@ def _work(
     turns: Mapping[str, int] | None = None,
 ) -> Work:
     """A row: a model, data of users of these sizes, and a plan of one local epoch."""
-    few, many = f"{min(sizes):,}", f"{max(sizes):,}"
-    rows = few if few == many else f"{few} to {many}"
+    fewest, most = f"{min(sizes):,}", f"{max(sizes):,}"
+    rows = fewest if fewest == most else f"{fewest} to {most}"
     title = f"{title}, {len(sizes):,} users × {rows}"
     local = SGD(learning_rate=0.1, batch_size=batch_size, epochs=1)
     offsets = np.cumsum([0, *sizes])

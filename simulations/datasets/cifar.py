@@ -32,13 +32,13 @@ def load_cifar(
     """
     packed = read_npz(find_file(folder, "CIFAR-10", (FILE,), "cifar10", _SOURCE))
     (x, y), (xt, yt) = (images(packed, part) for part in ("train", "test"))
-    dealt = iid(len(y), users, seed)
+    owners = iid(len(y), users, seed)
     if alpha is not None:
         # The partition multiplies its parameter by the classes' shares.
-        dealt = dirichlet(y, users, _CLASSES * alpha, seed)
-    how = "iid" if alpha is None else f"dirichlet {alpha}"
-    name = f"cifar10: {users} users, {how}, seed {seed}"
-    return Population.from_arrays(_scaled(x), y, dealt, held_out=(_scaled(xt), yt), name=name)
+        owners = dirichlet(y, users, _CLASSES * alpha, seed)
+    partition = "iid" if alpha is None else f"dirichlet {alpha}"
+    name = f"cifar10: {users} users, {partition}, seed {seed}"
+    return Population.from_arrays(_scaled(x), y, owners, held_out=(_scaled(xt), yt), name=name)
 
 
 def images(

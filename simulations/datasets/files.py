@@ -21,14 +21,14 @@ def find_file(
 
     The folder is the one given, or else FEDPRIV_DATA's.
     """
-    named = os.environ.get(_ENVIRONMENT) if folder is None else folder
-    if not isinstance(named, (str, Path, type(None))):
-        raise DataError(f"folder is {named!r}; it must be a path")
+    path = os.environ.get(_ENVIRONMENT) if folder is None else folder
+    if not isinstance(path, (str, Path, type(None))):
+        raise DataError(f"folder is {path!r}; it must be a path")
     any_of = " or ".join(files)
-    if not named:
-        how = f"give folder= or set {_ENVIRONMENT} to the folder that holds {any_of}"
-        raise DataError(f"no folder for {title}: {how}; {source}")
-    places = (Path(named), Path(named) / inside)
+    if not path:
+        advice = f"give folder= or set {_ENVIRONMENT} to the folder that holds {any_of}"
+        raise DataError(f"no folder for {title}: {advice}; {source}")
+    places = (Path(path), Path(path) / inside)
     for place in places:
         for file in files:
             if (place / file).is_file():
@@ -41,12 +41,12 @@ def read_csv(path: Path, columns: Sequence[str]) -> dict[str, NDArray[np.float64
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
             header = [name.strip('"') for name in next(lines, "").strip().split(",")]
-            if absent := [name for name in columns if name not in header]:
-                missing = f"its first line does not name the column {absent[0]!r}"
+            if unnamed := [name for name in columns if name not in header]:
+                missing = f"its first line does not name the column {unnamed[0]!r}"
                 raise DataError(f"{path} cannot be read: {missing}")
-            wanted = [header.index(name) for name in columns]
+            indices = [header.index(name) for name in columns]
             text = [line for line in lines if line.strip()]
-            rows = np.loadtxt(text, delimiter=",", usecols=wanted, ndmin=2) if text else None
+            rows = np.loadtxt(text, delimiter=",", usecols=indices, ndmin=2) if text else None
     except (OSError, EOFError, zlib.error, ValueError) as error:
         # The text of an error may quote the content.
         raise DataError(f"{path} cannot be read as a table of numbers") from error

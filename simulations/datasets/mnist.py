@@ -56,8 +56,8 @@ def _read_pair(place: Path, files: tuple[str, str]) -> tuple[Array, NDArray[np.i
     images_path, labels_path = (place / name for name in files)
     images, labels = _read_idx(images_path, dimensions=3), _read_idx(labels_path, dimensions=1)
     if images.dtype != np.uint8 or images.shape[1:] != (28, 28):
-        found = f"{images.dtype}{list(images.shape[1:])}"
-        raise DataError(f"{images_path} has images {found}; they must be uint8[28, 28]")
+        kind = f"{images.dtype}{list(images.shape[1:])}"
+        raise DataError(f"{images_path} has images {kind}; they must be uint8[28, 28]")
     if len(labels) != len(images):
         raise DataError(f"{labels_path} has {len(labels)} labels for {len(images)} images")
     if labels.size and labels.max() > 9:
@@ -75,8 +75,8 @@ def _read_idx(path: Path, dimensions: int) -> NDArray[np.integer]:
         values = np.frombuffer(content, _IDX_DTYPES[code], offset=4 + 4 * dimensions)
         return values.reshape(shape).astype(values.dtype.newbyteorder("="))
     except (OSError, EOFError, zlib.error, struct.error, KeyError, ValueError) as error:
-        legal = f"a gzip-compressed idx file of integers in {dimensions} dimensions"
-        raise DataError(f"{path} cannot be read; it must be {legal}") from error
+        condition = f"a gzip-compressed idx file of integers in {dimensions} dimensions"
+        raise DataError(f"{path} cannot be read; it must be {condition}") from error
 
 
 def _read_writers(folder: Path, part: str, images: int) -> NDArray[np.int64]:
@@ -89,13 +89,13 @@ def _read_writers(folder: Path, part: str, images: int) -> NDArray[np.int64]:
     elif original.is_file():
         columns = _read_idx(original, dimensions=2)
         if columns.shape[1] <= _WRITER_COLUMN:
-            found = f"{original} has {columns.shape[1]} columns"
-            raise DataError(f"{found}; the writer is column 2 of 8")
+            columns_text = f"{original} has {columns.shape[1]} columns"
+            raise DataError(f"{columns_text}; the writer is column 2 of 8")
         # QMNIST has 50,000 test images more, which come after MNIST's.
         writers = columns[: images if part == "test" else None, _WRITER_COLUMN]
     else:
-        both = f"{_WRITERS} and {original.name}"
-        raise DataError(f"{both} are absent from {folder}; {_QMNIST_SOURCE}")
+        names = f"{_WRITERS} and {original.name}"
+        raise DataError(f"{names} are absent from {folder}; {_QMNIST_SOURCE}")
     if len(writers) != images:
         raise DataError(f"{folder} has {len(writers)} writers for {images} {part} images")
     return writers.astype(np.int64)

@@ -141,8 +141,8 @@ def load_parkinsons(folder: str | Path | None = None, target: str = "total_UPDRS
     if patient.min() < 1 or np.any(patient != columns[_PATIENT]):
         raise DataError(f"{path} holds a {_PATIENT} that is not a whole number from 1")
     logarithms = [np.log(columns[name] / usual) for name, usual in _USUAL.items()]
-    others = [(columns[name] - centre) / size for name, (centre, size) in _LINEAR.items()]
-    x = np.stack([*logarithms, *others], axis=1).astype(np.float32)
+    linear = [(columns[name] - centre) / size for name, (centre, size) in _LINEAR.items()]
+    x = np.stack([*logarithms, *linear], axis=1).astype(np.float32)
     centre, size = _UPDRS[target]
     y = ((columns[target] - centre) / size).astype(np.float32)[:, np.newaxis]
     return _population("parkinsons", "patients", path, x, y, patient, patient % _EVERY == 0)
@@ -176,13 +176,13 @@ def load_census(
     people = len(columns["age"])
     held_out = np.zeros(people, bool)
     held_out[random.permutation(people)[: people // _CENSUS_PART]] = True
-    above = columns["income"] > INCOME
-    y = (columns["employed"] == 1.0 if target == "employed" else above).astype(np.int64)
+    rich = columns["income"] > INCOME
+    y = (columns["employed"] == 1.0 if target == "employed" else rich).astype(np.int64)
     x = census_facts(columns, [name for name in YES_OR_NO if name != target])
-    made = _population("census", "people", path, x, y, np.arange(people), held_out)
+    population = _population("census", "people", path, x, y, np.arange(people), held_out)
     # Of one row each, figures by person would say nothing.
-    test = {field: rows for field, rows in made.test.items() if field != HELD_OUT_USER}
-    return Population(f"{made.name}, seed {seed}", made.users, test)
+    test = {field: rows for field, rows in population.test.items() if field != HELD_OUT_USER}
+    return Population(f"{population.name}, seed {seed}", population.users, test)
 
 
 def census_facts(
@@ -201,7 +201,7 @@ def census_facts(
 
 def _population(
     name: str,
-    called: str,
+    people: str,
     path: Path,
     x: Array,
     y: Array,
@@ -213,15 +213,15 @@ def _population(
     What is asked about them is no part of the name, as charges for both questions must add up.
     """
     if held_out.all() or not held_out.any():
-        raise DataError(f"{path} must hold {called} who are users and {called} who are held out")
+        raise DataError(f"{path} must hold {people} who are users and {people} who are held out")
     users = from_arrays({"x": x[~held_out], "y": y[~held_out]}, person[~held_out])
     test = {"x": x[held_out], "y": y[held_out], HELD_OUT_USER: person[held_out]}
-    return Population(f"{name}: {users.population} {called}", users, test)
+    return Population(f"{name}: {users.population} {people}", users, test)
 
 
-def _check_choice(name: str, value: object, legal: Sequence[str] | Mapping[str, object]) -> None:
-    if not isinstance(value, str) or value not in legal:
-        raise InvalidValueError(f"{name} is {value!r}; {known_names(str(value), legal)}")
+def _check_choice(name: str, value: object, choices: Sequence[str] | Mapping[str, object]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise InvalidValueError(f"{name} is {value!r}; {known_names(str(value), choices)}")
 
 
 def _read_har(
@@ -229,13 +229,13 @@ def _read_har(
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Samples [samples, 6], and of each window [rows] its first sample, activity and subject."""
     arrays = read_npz(path)
-    names = [f"{device}_{each}" for each in ("x", "win_start", "win_label", "win_subject")]
-    if absent := [name for name in names if name not in arrays]:
-        raise DataError(f"{path} has no array {absent[0]!r}")
+    names = [f"{device}_{field}" for field in ("x", "win_start", "win_label", "win_subject")]
+    if missing := [name for name in names if name not in arrays]:
+        raise DataError(f"{path} has no array {missing[0]!r}")
     samples, *of_windows = (arrays[name] for name in names)
     if samples.dtype.kind != "f" or samples.shape[1:] != (6,):
-        found = f"{samples.dtype}{list(samples.shape)}"
-        raise DataError(f"{names[0]!r} in {path} is {found}; it must be floats [samples, 6]")
+        kind = f"{samples.dtype}{list(samples.shape)}"
+        raise DataError(f"{names[0]!r} in {path} is {kind}; it must be floats [samples, 6]")
     if not np.isfinite(samples).all():
         raise DataError(f"{names[0]!r} in {path} holds a number that is not finite")
     shapes = {array.shape for array in of_windows}

@@ -89,17 +89,17 @@ def load_speakers(
     `shakespeare` in it, holds speeches.jsonl.gz.
     """
     public, roles = said_in((held_out_plays,), seed, folder)
-    split = re.compile(r"[a-z']+|[.,;:!?]").findall
-    common = Counter(word for text in public.values() for word in split(text.lower()))
+    words_of = re.compile(r"[a-z']+|[.,;:!?]").findall
+    common = Counter(word for text in public.values() for word in words_of(text.lower()))
     codes = {w: n for n, (w, _) in enumerate(common.most_common(words - _MARKS), _MARKS)}
 
     def windows(text: str) -> NDArray[np.int64]:
-        said = [codes.get(word, _UNKNOWN) for word in split(text.lower())]
-        return _adjoining(np.array(said), length)
+        numbers = [codes.get(word, _UNKNOWN) for word in words_of(text.lower())]
+        return _adjoining(np.array(numbers), length)
 
-    cut = {role: windows(text)[:windows_per_role] for role, text in roles.items()}
+    windows_of = {role: windows(text)[:windows_per_role] for role, text in roles.items()}
     test = np.concatenate([*map(windows, public.values())])
-    enrolled = {role: rows for role, rows in cut.items() if len(rows)}
+    enrolled = {role: rows for role, rows in windows_of.items() if len(rows)}
     users = UserStore(
         _fields(np.concatenate([*enrolled.values()])),
         offsets_of([*map(len, enrolled.values())]),
@@ -123,10 +123,14 @@ def said_in(
             speech = json.loads(line)
             texts.setdefault(speech["user"], []).append(speech["text"])
             play_of[speech["user"]] = speech["play"]
-    drawn = np.random.default_rng(seed).permutation(sorted({*play_of.values()})).tolist()
+    order = np.random.default_rng(seed).permutation(sorted({*play_of.values()})).tolist()
     ends = [*np.cumsum([0, *plays]).tolist(), None]
     return [
-        {role: "\n".join(said) for role, said in texts.items() if play_of[role] in drawn[a:b]}
+        {
+            role: "\n".join(texts_of_role)
+            for role, texts_of_role in texts.items()
+            if play_of[role] in order[a:b]
+        }
         for a, b in pairwise(ends)
     ]
 
@@ -162,8 +166,10 @@ def _read(path: Path) -> list[_Role]:
             roles.extend(role.validate_json(line, strict=True) for line in file)
     except (OSError, EOFError, zlib.error, ValueError) as error:
         # The text of an error may quote the content.
-        legal = "a JSON object with user, a text, and train and test, lists of texts"
-        raise DataError(f"{path} cannot be read; line {len(roles) + 1} must be {legal}") from error
+        condition = "a JSON object with user, a text, and train and test, lists of texts"
+        raise DataError(
+            f"{path} cannot be read; line {len(roles) + 1} must be {condition}"
+        ) from error
     if not roles:
         raise DataError(f"{path} holds no role; it must hold at least one")
     return roles

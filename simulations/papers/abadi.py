@@ -84,12 +84,12 @@ def claims() -> tuple[Claim, ...]:
     moments = composed_rdp(rounds, ORDERS)
     by_2016 = epsilon_from_rdp_2016(ORDERS, moments, delta)
     by_2020 = epsilon_from_rdp(ORDERS, moments, delta)
-    wrong, elsewhere = published_composition(EXAMPLE), published_composition(COUNTEREXAMPLE)
+    example, elsewhere = published_composition(EXAMPLE), published_composition(COUNTEREXAMPLE)
     proof, flaw = Argument.PROOF, Argument.FLAW
     return (
         Claim("moments accountant", "1.26", by_2016, exact, proof),
         Claim("moments, conversion of 2020", "", by_2020, exact, proof),
-        Claim("strong composition", "9.34", wrong, exact, flaw),
+        Claim("strong composition", "9.34", example, exact, flaw),
         Claim("strong composition, σ = 0.5, T = 1", "", elsewhere, COUNTEREXAMPLE.exact, flaw),
         Claim(
             "strong composition, amplified validly", "", valid_composition(EXAMPLE), exact, proof

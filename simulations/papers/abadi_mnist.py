@@ -85,8 +85,8 @@ class Found:
     @classmethod
     def read(cls, row: dict[str, Any]) -> Self:
         """Of its `asdict`, read from JSON."""
-        setting, here = Setting(**row["setting"]), tuple(row["here"])
-        return cls(**row | {"setting": setting, "here": here})
+        setting, accuracies = Setting(**row["setting"]), tuple(row["here"])
+        return cls(**row | {"setting": setting, "here": accuracies})
 
     @property
     def key(self) -> tuple[Setting, int | None]:
@@ -189,15 +189,15 @@ def measure(
 def results_table(results: Sequence[Found]) -> Table:
     """Paper, here, and what it really costs."""
     rows = []
-    for each in results:
-        setting = each.setting
-        asked = each.components is not None
-        query = f"{setting.component_noise:g}" if asked else ""
-        inputs = f"{each.components} components" if asked else "all pixels"
-        paper = f"{setting.paper:.0%}" if asked else ""
-        noise = f"{each.noise_multiplier:.3f}"
+    for result in results:
+        setting = result.setting
+        private = result.components is not None
+        query = f"{setting.component_noise:g}" if private else ""
+        inputs = f"{result.components} components" if private else "all pixels"
+        paper = f"{setting.paper:.0%}" if private else ""
+        noise = f"{result.noise_multiplier:.3f}"
         sizes = f"{setting.epsilon:g}", f"{setting.epochs:g}", query, noise
-        rows.append((inputs, *sizes, paper, mean_of(each.here), epsilon_up(each.epsilon)))
+        rows.append((inputs, *sizes, paper, mean_of(result.here), epsilon_up(result.epsilon)))
     names = "ε", "epochs", "σ of the query", "σ", "paper", "here", "exact ε"
     columns = [Column("inputs", "text"), *map(Column, names)]
     return Table(f"MNIST by the network of Abadi et al. 2016, δ = {DELTA:g}", columns, rows)
@@ -212,24 +212,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, nargs="+", help=help_rows)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("simulations/results"))
-    given = parser.parse_args(arguments)
-    arms = dict.fromkeys([(given.epochs, True), (given.both, True), (given.both, False)])
+    options = parser.parse_args(arguments)
+    arms = dict.fromkeys([(options.epochs, True), (options.both, True), (options.both, False)])
     rows = list(product(arms, SETTINGS))
     results = dict[tuple[Setting, int | None], Found]()
-    if given.rows:
-        if not set(given.rows) <= set(range(1, len(rows) + 1)):
-            parser.error(f"--rows is {given.rows}; each must be from 1 to {len(rows)}")
-        rows = [rows[number - 1] for number in given.rows]
-        kept = [Found.read(each) for each in read_results(given.folder, "abadi_mnist")]
-        results = {each.key: each for each in kept}
+    if options.rows:
+        if not set(options.rows) <= set(range(1, len(rows) + 1)):
+            parser.error(f"--rows is {options.rows}; each must be from 1 to {len(rows)}")
+        rows = [rows[number - 1] for number in options.rows]
+        earlier_results = [
+            Found.read(result) for result in read_results(options.folder, "abadi_mnist")
+        ]
+        results = {result.key: result for result in earlier_results}
     people = mnist()
-    for (factor, asked), setting in rows:
+    for (factor, components), setting in rows:
         scaled = replace(setting, epochs=setting.epochs * factor)
-        found = measure(scaled, people, given.seeds, private_components=asked)
-        results[found.key] = found
+        measured = measure(scaled, people, options.seeds, private_components=components)
+        results[measured.key] = measured
         every = list(results.values())
-        content = [asdict(each) for each in every]
-        write_results(results_table(every), content, given.folder, "abadi_mnist")
+        content = [asdict(result) for result in every]
+        write_results(results_table(every), content, options.folder, "abadi_mnist")
 
 
 if __name__ == "__main__":

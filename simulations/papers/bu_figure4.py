@@ -71,11 +71,11 @@ class Setting:
         exact, clt = (
             plan_within(*budget, accountant=name).noise_multiplier for name in ("tight", "gdp")
         )
-        said = f"ε = {budget[0]:.3f} by"
+        title = f"ε = {budget[0]:.3f} by"
         return (
-            Arm(f"{said} MA", self.sigma, self.epsilon(self.sigma)),
-            Arm(f"{said} exact analysis", exact, self.epsilon(exact)),
-            Arm(f"{said} CLT, an estimate", clt, self.epsilon(clt)),
+            Arm(f"{title} MA", self.sigma, self.epsilon(self.sigma)),
+            Arm(f"{title} exact analysis", exact, self.epsilon(exact)),
+            Arm(f"{title} CLT, an estimate", clt, self.epsilon(clt)),
         )
 
     def epsilon(self, z: float) -> float:
@@ -164,10 +164,10 @@ def train(
             torch.manual_seed(seed)
             task = fedpriv.Task(build(), loss="cross-entropy")
             run = noisy_sgd(setting, arm, people, task, seed, Path(folder) / "run", quiet=quiet)
-            measured = [each for each in run.rounds if each.accuracy is not None]
-        epochs = tuple(each.round * setting.q for each in measured)
-        accuracy = tuple(each.accuracy or 0.0 for each in measured)
-        spent = tuple(each.epsilon for each in measured)
+            evaluations = [result for result in run.rounds if result.accuracy is not None]
+        epochs = tuple(result.round * setting.q for result in evaluations)
+        accuracy = tuple(result.accuracy or 0.0 for result in evaluations)
+        spent = tuple(result.epsilon for result in evaluations)
         trained.append(Trained(arm, seed, epochs, spent, accuracy))
     return trained
 
@@ -184,8 +184,8 @@ def results_table(setting: Setting, runs: Sequence[Trained]) -> Table:
         rows.append((arm.name, noise, cost, mean_of(accuracy), mean_of(gained, "+")))
     columns = [Column("arm", "text"), Column("σ"), Column("ε, exactly")]
     columns += [Column("accuracy"), Column("more than the first, same seeds")]
-    what = f"{setting.examples:,} examples, lots of {setting.lot}, {setting.epochs:g} epochs"
-    caption = f"Bu et al. 2020, Figure 4: {what}, δ = {setting.delta:g}"
+    title = f"{setting.examples:,} examples, lots of {setting.lot}, {setting.epochs:g} epochs"
+    caption = f"Bu et al. 2020, Figure 4: {title}, δ = {setting.delta:g}"
     return Table(caption, columns, rows)
 
 
@@ -215,12 +215,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--epochs", type=float, default=EPOCHS)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("simulations/results"))
-    given = parser.parse_args(arguments)
-    setting = Setting(given.examples, given.epochs)
-    runs = train(setting, mnist(setting.examples), cnn, given.seeds)
+    options = parser.parse_args(arguments)
+    setting = Setting(options.examples, options.epochs)
+    runs = train(setting, mnist(setting.examples), cnn, options.seeds)
     content = {"setting": asdict(setting), "runs": [asdict(run) for run in runs]}
-    write_results(results_table(setting, runs), content, given.folder, "bu_figure4")
-    for path in save(figure(setting, runs), given.folder, ["png"]):
+    write_results(results_table(setting, runs), content, options.folder, "bu_figure4")
+    for path in save(figure(setting, runs), options.folder, ["png"]):
         print(path)
 
 

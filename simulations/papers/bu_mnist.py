@@ -61,7 +61,7 @@ def keras_cnn() -> nn.Module:
 
 def tanh_cnn() -> nn.Module:
     """The network of the paper, with bounded activations, as PyTorch starts it."""
-    layers = [nn.Tanh() if isinstance(each, nn.ReLU) else each for each in cnn().children()]
+    layers = [nn.Tanh() if isinstance(layer, nn.ReLU) else layer for layer in cnn().children()]
     return nn.Sequential(*layers)
 
 
@@ -157,8 +157,8 @@ ROWS = (
 
 def _wavelets(scale: int) -> torch.Tensor:
     """[2L, 1, k, k] real and imaginary parts of Morlet wavelets at L angles, k = 4·scale + 3."""
-    half = 2 * scale + 1
-    across = torch.arange(-half, half + 1, dtype=torch.float32)
+    radius = 2 * scale + 1
+    across = torch.arange(-radius, radius + 1, dtype=torch.float32)
     y, x = torch.meshgrid(across, across, indexing="ij")
     bell = torch.exp(-(x**2 + y**2) / (2 * (0.8 * scale) ** 2))
     kernels = []
@@ -187,7 +187,7 @@ def scattered(images: Images) -> Images:
     the moduli that the larger wavelets find in those of the smaller. Each channel of an image is
     divided by its own size, so a feature depends on no other image.
     """
-    found = []
+    blocks = []
     with torch.no_grad():
         for start in range(0, len(images), 500):
             image = torch.from_numpy(images[start : start + 500])
@@ -195,8 +195,8 @@ def scattered(images: Images) -> Images:
             orders = torch.cat([image, fine, _moduli(image, 2), _moduli(fine, 2)], dim=1)
             means = functional.avg_pool2d(orders, _SUBSAMPLED)
             size = means.square().mean(dim=(2, 3), keepdim=True).sqrt()
-            found.append((means / (size + 1e-3)).flatten(1).numpy())
-    features = np.concatenate(found)
+            blocks.append((means / (size + 1e-3)).flatten(1).numpy())
+    features = np.concatenate(blocks)
     return (features / math.sqrt(features.shape[1])).astype(np.float32)
 
 
@@ -270,10 +270,10 @@ def measure(row: Row, people: fedpriv.Population, seeds: int) -> Found:
 def results_table(results: Sequence[Found]) -> Table:
     """Paper, here, and what it really costs."""
     rows = []
-    for each in results:
-        paper = "" if each.paper is None else f"{each.paper:.1%}"
-        sizes = str(each.lot), f"{each.epochs:g}", f"{each.noise_multiplier:.3f}"
-        rows.append((each.row, *sizes, paper, mean_of(each.here), epsilon_up(each.epsilon)))
+    for result in results:
+        paper = "" if result.paper is None else f"{result.paper:.1%}"
+        sizes = str(result.lot), f"{result.epochs:g}", f"{result.noise_multiplier:.3f}"
+        rows.append((result.row, *sizes, paper, mean_of(result.here), epsilon_up(result.epsilon)))
     names = ("lot", "epochs", "σ", "paper", "here", "exact ε")
     columns = [Column("", "text"), *map(Column, names)]
     return Table(f"MNIST by NoisySGD, example-level, δ = {DELTA:g}", columns, rows)
@@ -282,29 +282,31 @@ def results_table(results: Sequence[Found]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train rows; print and write the table and the numbers."""
     parser = argparse.ArgumentParser(description="Table 1 of Bu et al. 2020, and better")
-    known = range(1, len(ROWS) + 1)
+    numbers = range(1, len(ROWS) + 1)
     help_rows = "train these; others keep the results that they have"
-    parser.add_argument("--rows", type=int, nargs="+", choices=known, help=help_rows)
+    parser.add_argument("--rows", type=int, nargs="+", choices=numbers, help=help_rows)
     parser.add_argument("--epochs", type=float, default=1.0, help="factor on the epochs of all")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("simulations/results"))
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     results = dict[tuple[str, int, float], Found]()
-    if given.rows:
-        kept = [Found.read(each) for each in read_results(given.folder, "bu_mnist")]
-        results = {each.key: each for each in kept}
+    if options.rows:
+        earlier_results = [
+            Found.read(result) for result in read_results(options.folder, "bu_mnist")
+        ]
+        results = {result.key: result for result in earlier_results}
     for features in (False, True):
-        rows = [ROWS[number - 1] for number in given.rows or known]
+        rows = [ROWS[number - 1] for number in options.rows or numbers]
         chosen = [row for row in rows if row.features == features]
         people = mnist(features=features) if chosen else None
         for row in chosen:
             assert people is not None
-            scaled = replace(row, epochs=row.epochs * given.epochs)
-            found = measure(scaled, people, given.seeds)
-            results[found.key] = found
+            scaled = replace(row, epochs=row.epochs * options.epochs)
+            measured = measure(scaled, people, options.seeds)
+            results[measured.key] = measured
             every = list(results.values())
-            content = [asdict(each) for each in every]
-            write_results(results_table(every), content, given.folder, "bu_mnist")
+            content = [asdict(result) for result in every]
+            write_results(results_table(every), content, options.folder, "bu_mnist")
 
 
 if __name__ == "__main__":

@@ -126,12 +126,12 @@ def maximum_likelihood(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     Newton's method; the errors are those of the inverse Fisher information.
     """
     design = np.column_stack([np.ones(len(x)), x])
-    found = np.zeros(design.shape[1])
+    coefficients = np.zeros(design.shape[1])
     for _ in range(25):
-        p = predicted(found, x)
+        p = predicted(coefficients, x)
         information = (design * (p * (1.0 - p))[:, None]).T @ design
-        found = found + np.linalg.solve(information, design.T @ (y - p))
-    return found, np.sqrt(np.diag(np.linalg.inv(information)))
+        coefficients = coefficients + np.linalg.solve(information, design.T @ (y - p))
+    return coefficients, np.sqrt(np.diag(np.linalg.inv(information)))
 
 
 @dataclass(frozen=True)
@@ -208,8 +208,8 @@ def train(
 ) -> Released:
     """Train by DP-SGD, one gradient step for each person and round."""
     columns = scaled(people.x), people.y.astype(np.float32), np.arange(len(people.y))
-    others = scaled(held_out.x), held_out.y.astype(np.float32)
-    population = fedpriv.Population.from_arrays(*columns, held_out=others, name="census")
+    test_rows = scaled(held_out.x), held_out.y.astype(np.float32)
+    population = fedpriv.Population.from_arrays(*columns, held_out=test_rows, name="census")
     model = nn.Linear(len(SHARES), 1)
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
@@ -261,17 +261,19 @@ class Quality:
         """Of probabilities p [n] of y = 1."""
         surprise = -np.log(np.where(y == 1.0, p, 1.0 - p)).mean()
         bins = reliability(p, y)
-        error = sum(n * abs(said - true) for n, said, true in bins) / len(y)
+        error = sum(
+            n * abs(predicted_share - true_share) for n, predicted_share, true_share in bins
+        ) / len(y)
         (intercept, slope), _ = maximum_likelihood(np.log(p / (1.0 - p))[:, None], y)
         right = ((p > 0.5) == y).mean()
-        return cls(*(float(each) for each in (right, surprise, error, intercept, slope)))
+        return cls(*(float(figure) for figure in (right, surprise, error, intercept, slope)))
 
 
 def reliability(p: Floats, y: Floats) -> list[tuple[int, float, float]]:
     """Of each bin of equal width with people in it: their number, mean p and mean y."""
     places = np.minimum((p * BINS).astype(int), BINS - 1)
-    found = [places == place for place in range(BINS)]
-    return [(int(b.sum()), float(p[b].mean()), float(y[b].mean())) for b in found if b.any()]
+    members = [places == place for place in range(BINS)]
+    return [(int(b.sum()), float(p[b].mean()), float(y[b].mean())) for b in members if b.any()]
 
 
 @dataclass(frozen=True)
@@ -286,13 +288,13 @@ class Row:
     @property
     def coefficients(self) -> Floats:
         """[seeds, 10]."""
-        return np.array([each.coefficients for each in self.released])
+        return np.array([release.coefficients for release in self.released])
 
     @property
     def noise(self) -> Floats:
         """[10] standard deviation of each coefficient over seeds."""
-        spread: Floats = self.coefficients.std(axis=0, ddof=1)
-        return spread
+        stddev: Floats = self.coefficients.std(axis=0, ddof=1)
+        return stddev
 
     @property
     def name(self) -> str:
@@ -352,10 +354,10 @@ def quality_table(study: Study) -> Table:
     table.add_row("maximum likelihood", "∞", "0", *(shown(k, v) for k, v in exact.items()))
     for row in study.rows:
         spent = epsilon_up(max(run.epsilon for run in row.released))
-        found = [asdict(each) for each in row.quality]
-        columns = {key: np.array([each[key] for each in found]) for key in exact}
-        spread = (f"{shown(k, c.mean())} ± {shown(k, c.std(ddof=1))}" for k, c in columns.items())
-        table.add_row(row.name, spent, f"{row.released[0].noise_multiplier:.2f}", *spread)
+        figures = [asdict(quality) for quality in row.quality]
+        columns = {key: np.array([quality[key] for quality in figures]) for key in exact}
+        cells = (f"{shown(k, c.mean())} ± {shown(k, c.std(ddof=1))}" for k, c in columns.items())
+        table.add_row(row.name, spent, f"{row.released[0].noise_multiplier:.2f}", *cells)
     return table
 
 
@@ -395,8 +397,8 @@ def coefficient_chart(study: Study) -> Chart:
     series = []
     for number, (name, mean, sd) in enumerate(fits):
         aside = 0.2 * (number - (len(fits) - 1) / 2)
-        y, half = mean[1:], 1.96 * sd[1:]
-        ends = (y - half).tolist(), (y + half).tolist()
+        y, half_width = mean[1:], 1.96 * sd[1:]
+        ends = (y - half_width).tolist(), (y + half_width).tolist()
         x = (places + aside).tolist()
         series.append(Series(name, x, y.tolist(), *ends, joined=False, bars=True, colour=number))
     ticks = tuple((float(place), TERMS[place]) for place in places)
@@ -412,22 +414,26 @@ def coefficient_chart(study: Study) -> Chart:
 
 def reliability_chart(study: Study) -> Chart:
     """How many of those for whom a share is predicted are employed."""
-    y, whole = study.test.y, (0.0, 1.0)
+    y, unit_range = study.test.y, (0.0, 1.0)
     fits = [("maximum likelihood", study.exact[None])]
     fits += [(f"{row.name}, all seeds", row.coefficients) for row in study.drawn]
-    series = [Series("perfect calibration", whole, whole, dashed=True, marked=False, colour=7)]
+    series = [
+        Series("perfect calibration", unit_range, unit_range, dashed=True, marked=False, colour=7)
+    ]
     for number, (name, coefficients) in enumerate(fits):
-        p = np.concatenate([predicted(each, study.test.x) for each in coefficients])
+        p = np.concatenate([predicted(vector, study.test.x) for vector in coefficients])
         bins = reliability(p, np.tile(y, len(coefficients)))
-        _, said, true = zip(*(b for b in bins if b[0] >= 0.01 * len(p)), strict=True)
-        series.append(Series(name, said, true, colour=number))
+        _, predicted_shares, true_shares = zip(
+            *(b for b in bins if b[0] >= 0.01 * len(p)), strict=True
+        )
+        series.append(Series(name, predicted_shares, true_shares, colour=number))
     return Chart(
         "reliability",
         "Calibration on people who were held out",
         f"Bins of width {1 / BINS:g} that at least 1% of people are in. Below the diagonal, "
         "too many people are said to be employed.",
-        Axis("predicted share of employed people", ends=whole),
-        Axis("true share", ends=whole),
+        Axis("predicted share of employed people", ends=unit_range),
+        Axis("true share", ends=unit_range),
         series,
     )
 
@@ -444,7 +450,7 @@ def record(study: Study) -> dict[str, object]:
             "epsilon_of_ledger": [run.epsilon for run in row.released],
             "coefficients": row.coefficients.tolist(),
             "noise": row.noise.tolist(),
-            "quality": [asdict(each) for each in row.quality],
+            "quality": [asdict(quality) for quality in row.quality],
         }
         for row in study.rows
     ]
@@ -478,8 +484,8 @@ def main() -> None:
     for note in NOTES:
         console.print(f"* {note}", highlight=False)
     write_numbers(record(study), arguments.folder, "census_employment")
-    drawn = figure(coefficient_chart(study), reliability_chart(study))
-    drawn.save(arguments.folder / "census_employment.png", scale_factor=2)
+    picture = figure(coefficient_chart(study), reliability_chart(study))
+    picture.save(arguments.folder / "census_employment.png", scale_factor=2)
 
 
 if __name__ == "__main__":

@@ -121,26 +121,26 @@ def train(people: People, seed: int, epochs: int, *, private: bool) -> Outcome:
 
 def study(people: People, seeds: int) -> dict[str, list[Outcome]]:
     """Outcomes of each network by seed."""
-    ways = {"private network": (EPOCHS, True)}
-    ways |= {"network without privacy": (EPOCHS_WITHOUT_PRIVACY, False)}
+    arms = {"private network": (EPOCHS, True)}
+    arms |= {"network without privacy": (EPOCHS_WITHOUT_PRIVACY, False)}
     return {
         name: [train(people, seed, epochs, private=private) for seed in range(seeds)]
-        for name, (epochs, private) in ways.items()
+        for name, (epochs, private) in arms.items()
     }
 
 
-def income_table(found: Mapping[str, list[Outcome]], share: float) -> Table:
+def income_table(outcomes_by_arm: Mapping[str, list[Outcome]], share: float) -> Table:
     """Accuracies beside those of the paper, on other data."""
     table = Table(title=f"Over $50,000 a year: σ = {NOISE_MULTIPLIER}, R = 1, δ = {DELTA:g}")
     for column in ("", "Adult, in the paper", "this census", "exact ε here"):
         table.add_column(column, justify="right" if column else "left")
     table.add_row("nobody does", "", f"{1.0 - share:.1%}", "")
-    for name, outcomes in found.items():
-        accuracy = np.array([each.accuracy for each in outcomes])
-        spread = f" ± {accuracy.std(ddof=1):.1%}" if len(outcomes) > 1 else ""
-        prices = [each.epsilon for each in outcomes if each.epsilon is not None]
+    for name, outcomes in outcomes_by_arm.items():
+        accuracy = np.array([outcome.accuracy for outcome in outcomes])
+        deviation = f" ± {accuracy.std(ddof=1):.1%}" if len(outcomes) > 1 else ""
+        prices = [outcome.epsilon for outcome in outcomes if outcome.epsilon is not None]
         epsilon = epsilon_up(max(prices)) if prices else "∞"
-        table.add_row(name, PAPER[name], f"{accuracy.mean():.1%}{spread}", epsilon)
+        table.add_row(name, PAPER[name], f"{accuracy.mean():.1%}{deviation}", epsilon)
     return table
 
 
@@ -157,12 +157,15 @@ def main() -> None:
         people = People.of(read_csv(find_census(arguments.data), COLUMNS))
     except FedprivError as error:
         parser.error(str(error))
-    found = study(people, arguments.seeds)
+    outcomes_by_arm = study(people, arguments.seeds)
     console = Console()
-    console.print(income_table(found, float(people.y.mean())))
+    console.print(income_table(outcomes_by_arm, float(people.y.mean())))
     for note in NOTES:
         console.print(f"* {note}", highlight=False)
-    numbers = {name: [asdict(each) for each in outcomes] for name, outcomes in found.items()}
+    numbers = {
+        name: [asdict(outcome) for outcome in outcomes]
+        for name, outcomes in outcomes_by_arm.items()
+    }
     content = {"share": float(people.y.mean()), "networks": numbers}
     write_numbers(content, arguments.folder, "census_income")
 

@@ -59,14 +59,14 @@ class Claim:
         low, up = self.exact
         if self.is_below_truth:
             return f"not a valid bound: the truth is {_over(low / self.claimed)} it"
-        above = f"{_over(max(1.0, self.claimed / up))} the truth"
+        excess = f"{_over(max(1.0, self.claimed / up))} the truth"
         match self.argument:
             case Argument.PROOF:
-                return f"valid bound, {above}"
+                return f"valid bound, {excess}"
             case Argument.ESTIMATE:
-                return f"not a valid bound but an estimate, here {above}"
+                return f"not a valid bound but an estimate, here {excess}"
             case Argument.FLAW:
-                return f"not a valid bound: a step fails; the number is {above}"
+                return f"not a valid bound: a step fails; the number is {excess}"
 
 
 def epsilon_from_rdp_2016(orders: Sequence[float], rdp: Vector, delta: float) -> float:

@@ -178,10 +178,10 @@ class Arm:
     @property
     def printed(self) -> float | None:
         """The paper's accuracy."""
-        found = PRINTED[self.setting.data].get(self.name)
-        if not found:
+        accuracy = PRINTED[self.setting.data].get(self.name)
+        if not accuracy:
             return None
-        return found[BUDGETS.index(self.budget)] if self.sigma else found[0]
+        return accuracy[BUDGETS.index(self.budget)] if self.sigma else accuracy[0]
 
 
 @dataclass(frozen=True)
@@ -270,8 +270,8 @@ def results_table(runs: Sequence[Trained]) -> Table:
         )
     columns = [Column("ε as said"), Column("arm", "text"), Column("σ"), Column("ε, joins")]
     columns += [Column("ε, replaced"), Column("dropout p"), Column("paper"), Column("here")]
-    what = f"{setting.data}, {setting.hidden} units, {setting.epochs:g} epochs, δ = {DELTA:g}"
-    return Table(f"Ermiş & Cemgil, Table 1: {what}", columns, rows)
+    title = f"{setting.data}, {setting.hidden} units, {setting.epochs:g} epochs, δ = {DELTA:g}"
+    return Table(f"Ermiş & Cemgil, Table 1: {title}", columns, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -282,13 +282,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--hidden", type=int, help="units; by default those of the paper")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("simulations/results"))
-    given = parser.parse_args(arguments)
-    setting = SETTINGS[given.data]
-    hidden, epochs = given.hidden or setting.hidden, setting.epochs * given.epochs
+    options = parser.parse_args(arguments)
+    setting = SETTINGS[options.data]
+    hidden, epochs = options.hidden or setting.hidden, setting.epochs * options.epochs
     setting = replace(setting, hidden=hidden, epochs=epochs)
-    people = load_digits() if given.data == "digits" else load_mnist_writers()
-    runs = [train(arm, people, seed) for seed, arm in product(range(given.seeds), setting.arms)]
-    write(runs, given.folder)
+    people = load_digits() if options.data == "digits" else load_mnist_writers()
+    runs = [train(arm, people, seed) for seed, arm in product(range(options.seeds), setting.arms)]
+    write(runs, options.folder)
 
 
 def write(runs: Sequence[Trained], folder: Path) -> None:

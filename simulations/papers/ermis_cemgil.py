@@ -37,16 +37,16 @@ def composition_epsilon(sigma: float, nu: float = NU, rounds: int = ROUNDS) -> f
 
     def at(share: float) -> float:
         tail, per_round = share * DELTA, (1 - share) * DELTA / (rounds * nu)
-        one = math.log1p(nu * math.expm1(math.sqrt(2 * math.log(1.25 / per_round)) / sigma))
-        return math.sqrt(2 * rounds * math.log(1 / tail)) * one + rounds * one**2
+        epsilon = math.log1p(nu * math.expm1(math.sqrt(2 * math.log(1.25 / per_round)) / sigma))
+        return math.sqrt(2 * rounds * math.log(1 / tail)) * epsilon + rounds * epsilon**2
 
     return float(minimize_scalar(at, bounds=(1e-3, 1 - 1e-3), method="bounded").fun)
 
 
 def amplified_zcdp_epsilon(sigma: float, nu: float = NU, rounds: int = ROUNDS) -> float:
     """ε of DPD-zCDP by equations (6) and (7) read from the noise to ε, with δ' = δ."""
-    one = math.sqrt(2 * math.log(1.25 * nu / DELTA)) / sigma
-    amplified = math.log1p(nu * math.expm1(one))
+    epsilon = math.sqrt(2 * math.log(1.25 * nu / DELTA)) / sigma
+    amplified = math.log1p(nu * math.expm1(epsilon))
     variance = 2 * math.log(1.25 / DELTA) / amplified**2
     return zcdp_epsilon(rounds / (2 * variance))
 
