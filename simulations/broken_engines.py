@@ -1,6 +1,6 @@
 """Engines that are broken on purpose, each in one small way that an attack must notice.
 
-Each is a context in which the library is broken; what a ledger says stays the same.
+Each is a context in which the library is broken; the ledger's statements stay the same.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,7 +35,7 @@ _LARGEST = 2.0**45  # steps of a number that is not clipped
 
 @contextmanager
 def no_clipping() -> Iterator[None]:
-    """Updates are added up as they are, and sums are believed."""
+    """Add up updates without clipping, and accept all sums."""
 
     def clip_vectors(
         pieces: Sequence[FloatMatrix], clipping_norm: float, _: object
@@ -53,7 +53,7 @@ def no_clipping() -> Iterator[None]:
 
 @contextmanager
 def less_noise(share: float, most: int | None = None) -> Iterator[None]:
-    """Noise is this share of what the ledger says, in vector groups of at most so many numbers."""
+    """Add only this share of the noise in the ledger, to groups of at most `most` numbers."""
     honest = noise.rounded_gaussian
 
     def drawn(key: bytes, count: int, stddev: float) -> IntegerVector:
@@ -66,7 +66,7 @@ def less_noise(share: float, most: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def sums_of_many_louder() -> Iterator[None]:
-    """A cohort's sum is multiplied by the number of its users."""
+    """Multiply a cohort's sum by the number of its users."""
     honest = rounds.add_up
 
     def added(partials: Iterable[PartialSum], clipping: Clipping, users: int) -> PartialSum:
@@ -79,7 +79,7 @@ def sums_of_many_louder() -> Iterator[None]:
 
 @contextmanager
 def realised_denominator() -> Iterator[None]:
-    """Averages are over those who came, and not over the constant number that is expected."""
+    """Divide by the number of users who took part, not by the constant expected number."""
     honest = rounds.release
 
     def released(mechanism: Any, at: Any, cohort: PartialSum, *arguments: Any) -> Any:
@@ -92,7 +92,7 @@ def realised_denominator() -> Iterator[None]:
 
 @contextmanager
 def clipped_together() -> Iterator[None]:
-    """A chunk's updates are scaled down by the largest of them: one user changes all others'."""
+    """Scale a chunk's updates down by their maximum: one user changes the updates of others."""
     honest = batched.add_contributions
 
     def add(
@@ -108,7 +108,7 @@ def clipped_together() -> Iterator[None]:
 
 @contextmanager
 def one_failure_spoils_all() -> Iterator[None]:
-    """A chunk counts as zero if one of its updates is not finite."""
+    """Count a chunk as zero if one of its updates is not finite."""
     honest = batched.add_contributions
 
     def add(
@@ -123,7 +123,7 @@ def one_failure_spoils_all() -> Iterator[None]:
 
 @contextmanager
 def failures_raise() -> Iterator[None]:
-    """A user whose training raises ends the run."""
+    """End the run if the training of a user raises."""
 
     def dropped(
         _: Trainer, _found: object, _chunk: Chunk, reason: str, error: Exception | None = None
@@ -136,7 +136,7 @@ def failures_raise() -> Iterator[None]:
 
 @contextmanager
 def shapes_of_all_enrolled() -> Iterator[None]:
-    """Losses are means over as many rows as the largest enrolled user has, drawn or not."""
+    """Average losses over the row count of the largest enrolled user, drawn or not."""
     honest = InProcessTransport.collect
 
     def collected(transport: InProcessTransport, request: RoundRequest) -> Iterator[PartialSum]:
@@ -150,7 +150,7 @@ def shapes_of_all_enrolled() -> Iterator[None]:
 
 @contextmanager
 def noise_used_twice() -> Iterator[None]:
-    """Each group's noise of a round again in the next one."""
+    """Use each group's noise of a round again in the next round."""
     stored = dict[int, np.ndarray]()
 
     def again(key: bytes, count: int, stddev: float) -> np.ndarray:
@@ -165,7 +165,7 @@ def noise_used_twice() -> Iterator[None]:
 
 @contextmanager
 def bound_as_if_joint() -> Iterator[None]:
-    """Noise for the norm of one tensor, priced as if it were that of the whole update."""
+    """Add noise for the norm of one tensor, and charge as if for the whole update."""
 
     def of_one(
         moved: tuple[float, ...], noise_multiplier: float, _shares: object
@@ -184,7 +184,7 @@ def bound_as_if_joint() -> Iterator[None]:
 
 @contextmanager
 def half_of_q_charged() -> Iterator[None]:
-    """Users who join twice as often as is charged."""
+    """Charge half of the probability with which users join."""
     honest = PoissonSampling.event
 
     def half(sampling: PoissonSampling) -> SamplingEvent:

@@ -1,17 +1,17 @@
-"""Which settings do well on everything? The study behind the defaults of an experiment.
+"""The study behind the defaults of an experiment: which settings do well on all tasks.
 
     FEDPRIV_DATA=FOLDER python -m simulations.defaults simulations/results/defaults.json --again
     python -m simulations.defaults simulations/results/defaults.json --charts docs/images
 
-The file has two scores for each task of `TASKS`, those of the best constant and of a model that was
-trained without noise, and a row for each run: a task with its own (ε, δ), a setting, a seed, and
-the score of the last model. Scores are on held-out rows: accuracy, or for a number R². Rows whose
-score is null are run; `--again` runs all, which takes about twenty minutes of one core.
+The file has two scores for each task of `TASKS`, of the best constant and of a model trained
+without noise, and a row for each run: a task with its own (ε, δ), a setting, a seed, and the score
+of the last model. Scores are on held-out rows: accuracy, or R² of a number. Rows whose score is
+null are run; `--again` runs all, which takes about twenty minutes of one core.
 
 Rules for the norm are compared by the share of the gap between constant and noiseless model that
 they close. For each task a rule is chosen on all other tasks, under one seed (`leave_one_out`). The
-best setting of a task is what tuning there would have found under that seed; it and the defaults
-were run again under other seeds, so that neither is measured by runs that it was chosen by.
+best setting of a task is the result of tuning on this task under that seed. The best setting and
+the defaults were run again under other seeds, so the runs that chose them do not measure them.
 """
 
 import argparse
@@ -42,17 +42,17 @@ Rule = Callable[[float], float]  # from the expected size of a cohort to the nor
 
 
 def constant(norm: float) -> Rule:
-    """Return the rule of one norm."""
+    """Return the rule that always gives this norm."""
     return lambda _: norm
 
 
 def root(part: float) -> Rule:
-    """Return the rule of a norm that grows as the root of a cohort's size, from 0.1 to 1."""
+    """Return the rule of a norm that grows like the root of a cohort's size, from 0.1 to 1."""
     return lambda size: min(max(0.1, math.sqrt(size) / part), 1.0)
 
 
 def step(norm: float, least: float) -> Rule:
-    """Return the rule of a norm for cohorts of some size or more, and 0.1 for smaller ones."""
+    """Return the rule of this norm for cohorts of `least` users or more, else 0.1."""
     return lambda size: norm if size >= least else 0.1
 
 
@@ -71,7 +71,7 @@ DEFAULT = root(100)  # as `Mechanism.for_users` has it
 
 @dataclass(frozen=True)
 class Setting:
-    """What an experiment may set beside one epoch of local training."""
+    """Settings of an experiment with one epoch of local training."""
 
     optimizer: str = "fedadam"
     rate: float = 0.03  # the server's learning rate
@@ -84,7 +84,7 @@ class Setting:
 
     @property
     def table(self) -> dict[str, object]:
-        """The sections of an experiment, but for q."""
+        """The sections of an experiment, except q."""
         rate: object = self.rate
         if self.schedule:
             falling = {"start": self.rate, "end": 0.0, "rounds": self.rounds}
@@ -99,7 +99,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Run(Setting):
-    """One row: a task, a seed, a setting, and what came of it."""
+    """One row: a task, a seed, a setting and its score."""
 
     task: str = ""
     seed: int = CHOSEN_BY
@@ -107,13 +107,13 @@ class Run(Setting):
 
     @property
     def setting(self) -> Setting:
-        """What was set."""
+        """The setting of this run."""
         return Setting(**{name: getattr(self, name) for name in Setting.__annotations__})
 
 
 @dataclass
 class Results:
-    """What the file holds."""
+    """The content of the file."""
 
     bounds: dict[str, tuple[float, float]]  # by task: scores of the constant, and without noise
     runs: list[Run]
@@ -126,7 +126,7 @@ class Results:
         return cls(bounds, [Run(**row) for row in content["runs"]])
 
     def write(self, file: Path) -> None:
-        """Write the file, without what is a default of `Run`."""
+        """Write the file, without fields at the default of `Run`."""
         usual = asdict(Run())
         rows = (
             {k: v for k, v in asdict(run).items() if v != usual[k] or k in ("seed", "score")}
@@ -156,7 +156,7 @@ class Results:
         return (score - low) / (high - low)
 
     def share_of(self, rule: Rule, task: str) -> float:
-        """Return the share that a rule closes, with the nearest norm that was tried."""
+        """Return the share of the gap that a rule closes, with the nearest norm that was tried."""
         norm_wanted, scores = rule(cohort_of(task)), self.of(task)
         settings = [Setting(norm=norm) for norm in NORMS if Setting(norm=norm) in scores]
         nearest = min(
@@ -206,7 +206,7 @@ def measured(run: Run) -> Run:
         with PrivacyRecords.open(*paths, run.task, experiment.budget) as records:
             state = experiment.initial_state
             rounds = train(experiment.plan, state, transport, records, experiment.entropy)
-            for state, _ in rounds:  # noqa: B007 - the last one is kept
+            for state, _ in rounds:  # noqa: B007 - the last one is used
                 pass
     return replace(run, score=_score(experiment, state.model))
 
@@ -256,7 +256,7 @@ def summary(results: Results) -> list[str]:
 
 
 def rules(results: Results) -> list[str]:
-    """Return what each rule closes in the mean, and what is chosen without each task."""
+    """Return the mean share that each rule closes, and the rule chosen without each task."""
     lines = []
     for name, rule in RULES.items():
         shares = [results.share_of(rule, task) for task in TASKS]
@@ -301,7 +301,7 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def main() -> None:
-    """Run what is missing, print the tables, and draw."""
+    """Run the missing rows, print the tables, and draw."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--again", action="store_true", help="run every row again")

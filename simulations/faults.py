@@ -1,9 +1,9 @@
-"""What an operator sees of each fault: a small federation for each, a fault, and what was logged.
+"""The operator's view of each fault: the log of a small federation in which it is provoked.
 
 For every fault a server and two nodes run on loopback, as processes with certificates, until rounds
-have been released; then the fault is provoked, and the run goes on for a few rounds more where it
-can. What is printed is a table in Markdown: the warnings, the errors and the last sentences of all
-processes since the fault, and what became of the run.
+have been released. Then the fault is provoked, and the run continues for a few rounds if it can.
+This prints a table in Markdown: the warnings, the errors and the last sentences of all processes
+since the fault, and the outcome of the run.
 
     python -m simulations.faults --out simulations/results/faults.md
     python -m simulations.faults "certificate struck off" "port taken"
@@ -57,7 +57,7 @@ accountant = "rdp"
 """
 _FEW_FILES = ("sh", "-c", 'ulimit -Sn 1024 && exec "$@"', "sh", *COMMAND)
 _SILENT = 1500  # connections
-_PATIENCE = 30.0  # seconds, after which a run is stopped that does not go on
+_PATIENCE = 30.0  # seconds after which a run that does not continue is stopped
 _START_SECONDS = 120.0  # the longest start
 _LINES = 2  # of one program in the table
 _PAGE = """# What an operator sees of each fault
@@ -76,13 +76,13 @@ _SHORTENED = (
     (r"Failed to connect to remote host: ", ""),
     (r"\b([0-9a-f]{6})[0-9a-f]{58}\b", r"\1…"),  # fingerprints and heads
 )
-"""What is replaced in a line of a log, and by what: it differs in each run, or says no more."""
+"""Patterns in a line of a log, and their replacements: they differ in each run, or add nothing."""
 _USUAL = (
     "late: not connected in the round",
     "late: no answer by the end of the round",
     "… Connection refused",
 )
-"""What is logged wherever a node or a server is away, whatever the fault."""
+"""Lines of any log when a node or a server is away, whatever the fault."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Scene:
 
     @classmethod
     def lay_out(cls, folder: Path, stack: ExitStack) -> "Scene":
-        """Certificates, users, an enrolment and an experiment, in an empty folder."""
+        """Write certificates, users, an enrolment and an experiment into an empty folder."""
         loopback.lay_out_digits(folder, (144, 143))
         (folder / "faults.toml").write_text(_CONFIG, encoding="utf-8")
         return cls(folder, stack)
@@ -108,17 +108,17 @@ class Scene:
 
     @property
     def port(self) -> int:
-        """Where the server listened when it last started."""
+        """The port on which the server listened when it last started."""
         *_, last = loopback.LISTENING.finditer(self.server.text)
         return int(last[1])
 
     @property
     def server(self) -> Program:
-        """The server that was started last, without those that a fault starts beside it."""
+        """The server that was started last, except additional ones that a fault starts."""
         return self.programs["server"]
 
     def serve(self, *options: str, command: tuple[str, ...] = COMMAND) -> None:
-        """Start the server, or resume its run where nodes look for it."""
+        """Start the server, or resume its run on the port that nodes use."""
         port = self.port if "server" in self.programs else 0
         self.programs["server"] = self.one_more_server(*options, command=command, port=port)
 
@@ -138,7 +138,7 @@ class Scene:
         return program
 
     def join(self, name: str, *options: str, port: int | None = None) -> None:
-        """Start a node, and wait for its first words; options that are given later count."""
+        """Start a node, and wait for its first output; later options override earlier ones."""
         words = self._words(name)
         joining = loopback.node(self.folder, name, port or self.port, "--processes=1", *options)
         node = self.programs[name] = self.stack.enter_context(joining)
@@ -148,7 +148,7 @@ class Scene:
         return len(self.programs[name].text) if name in self.programs else 0
 
     def begin(self, *options: str, command: tuple[str, ...] = COMMAND) -> None:
-        """Start the server and both nodes; what is seen counts from the second release on."""
+        """Start the server and both nodes; logs count from the second release on."""
         self.serve(*options, command=command)
         with ThreadPoolExecutor() as pool:
             list(pool.map(self.join, ("node-1", "node-2")))
@@ -156,11 +156,11 @@ class Scene:
         self.mark()
 
     def mark(self) -> None:
-        """Count what is seen from now on."""
+        """Count only logs from now on."""
         self._seen = {name: len(program.text) for name, program in self.programs.items()}
 
     def go_on(self, count: int = 2, seconds: float = _PATIENCE) -> None:
-        """Wait for so many releases, for the server's end, or until patience is at its end."""
+        """Wait for `count` releases, for the server's end, or for at most `seconds`."""
         target = self.released + count
         self._until(lambda: self.released >= target, self.server, seconds)
 
@@ -172,26 +172,26 @@ class Scene:
             time.sleep(0.02)
 
     def await_trouble(self, name: str = "server") -> None:
-        """Wait until a program has said something, or ended."""
+        """Wait until a program has logged a trouble, or ended."""
         self._until(lambda: bool(self._troubles(name)), self.programs[name])
 
     @property
     def released(self) -> int:
-        """Releases that are in the metrics."""
+        """The number of releases in the metrics."""
         return len(list(self.run.read_metrics()))
 
     def end(self, name: str) -> None:
-        """Ask a program to stop, and wait."""
+        """Stop a program by SIGTERM, and wait."""
         self.programs[name].process.terminate()
         self.programs[name].process.wait()
 
     def kill(self, name: str) -> None:
-        """`kill -9`."""
+        """End a program by `kill -9`."""
         self.programs[name].process.kill()
         self.programs[name].process.wait()
 
     def certificate(self, name: str) -> Path:
-        """Folder of a node's certificate."""
+        """Return the folder of a node's certificate."""
         return self.folder / "certs" / "nodes" / name
 
     def enrol(self, change: Callable[[dict[str, Any]], None]) -> None:
@@ -203,14 +203,14 @@ class Scene:
         path.with_suffix(".new").replace(path)
 
     def answer(self, name: str, behaviour: Behaviour) -> None:
-        """Take part as a node in the place of its process, with this behaviour."""
+        """Stop a node's process, and take part in its place with this behaviour."""
         self.end(name)
         self.mark()
         asyncio.run(faulty_nodes.take_part(self.folder, name, self.port, behaviour))
         self.go_on()
 
     def harm(self, kind: Callable[[Target], Awaitable[None]], peers: int, seconds: float) -> None:
-        """Hostile peers beside the run, with a certificate that is not enrolled."""
+        """Run hostile peers during the run, with a certificate that is not enrolled."""
         target = Target(self.port, issue(self.folder / "certs", "stranger").folder)
 
         async def all_of_them() -> None:
@@ -228,7 +228,7 @@ class Scene:
         return loopback.troubles(shortened(text.replace(str(self.folder), "…")))
 
     def row(self) -> tuple[str, str]:
-        """What the operator saw, and what became of the run; ends it."""
+        """End the run; return the operator's view and the outcome."""
         lines_seen = []
         for name in self.programs:
             lines = self._troubles(name)
@@ -247,12 +247,12 @@ class Scene:
 
 
 def telling(lines: list[str]) -> list[str]:
-    """Those that not every fault causes, if there are any."""
+    """Return the lines that are specific to a fault, or all lines if none is."""
     return [line for line in lines if not any(usual in line for usual in _USUAL)] or lines
 
 
 def shortened(text: str) -> str:
-    """Lines of a log as the table has them."""
+    """Return lines of a log in the form of the table."""
     for pattern, replacement in _SHORTENED:
         text = re.sub(pattern, replacement, text)
     return text
@@ -289,7 +289,7 @@ def _struck_off(scene: Scene) -> None:
 
 
 def _valid(begin: timedelta, days: int) -> Callable[[Scene], None]:
-    """A node comes with a certificate that is valid so many days from then on."""
+    """Provoke: a node joins with a certificate that is valid for `days` after `begin` from now."""
 
     def provoke(scene: Scene) -> None:
         scene.begin()
@@ -308,7 +308,7 @@ def _valid(begin: timedelta, days: int) -> Callable[[Scene], None]:
 def _rejoins(
     *options: str, prepare: Callable[[Path], None] = lambda _: None
 ) -> Callable[[Scene], None]:
-    """A node comes again with other options, in which "…" is the folder."""
+    """Provoke: a node joins again with other options, in which "…" stands for the folder."""
 
     def provoke(scene: Scene) -> None:
         scene.begin()
@@ -395,7 +395,7 @@ def _node_hangs(scene: Scene) -> None:
 
 
 def _ledger_changes(change: Callable[[RunFolder, Path], None]) -> Callable[[Scene], None]:
-    """The server stops and starts again with another ledger; one of before is kept as a copy."""
+    """Provoke: the server restarts with a changed ledger; `change` gets a copy of an older one."""
 
     def provoke(scene: Scene) -> None:
         scene.begin()
@@ -429,7 +429,7 @@ def _other_population(scene: Scene) -> None:
 
 
 def _disk_full(scene: Scene) -> None:
-    """The metrics lie where there is no room, for some seconds."""
+    """Provoke: the metrics are on a full disk for some seconds."""
     scene.begin()
     metrics = scene.run.metrics
     copy, full_disk = metrics.with_suffix(".kept"), metrics.with_suffix(".full")
@@ -516,7 +516,7 @@ FAULTS: dict[str, Callable[[Scene], None]] = {
 
 
 def provoked(name: str) -> tuple[str, str]:
-    """What the operator saw of a fault, and what became of the run."""
+    """Provoke a fault; return the operator's view and the outcome of the run."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         scene = Scene.lay_out(Path(folder), stack)
         FAULTS[name](scene)
@@ -525,9 +525,9 @@ def provoked(name: str) -> tuple[str, str]:
 
 def main() -> None:
     """Provoke faults, and print or write the table."""
-    parser = argparse.ArgumentParser(description="what an operator sees of each fault")
+    parser = argparse.ArgumentParser(description="the operator's view of each fault")
     parser.add_argument("faults", nargs="*", choices=[*FAULTS, []], metavar="FAULT")
-    parser.add_argument("--at-once", type=int, default=1, help="federations side by side")
+    parser.add_argument("--at-once", type=int, default=1, help="number of parallel federations")
     parser.add_argument("--out", type=Path, help="page to write")
     options = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -84,13 +84,13 @@ def measure(load: Load) -> Found:
 def allow_open_files(connections: int) -> None:
     """Let this process, and those that it starts, have so many connections at once."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    required = connections + _DESCRIPTORS
-    if hard != resource.RLIM_INFINITY and hard < required:
+    needs = connections + _DESCRIPTORS
+    if hard != resource.RLIM_INFINITY and hard < needs:
         raise InvalidValueError(
-            f"{hard} files may be open at once; {connections} connections need {required} (ulimit -n)"
+            f"{hard} files may be open at once; {connections} connections need {needs} (ulimit -n)"
         )
-    if soft != resource.RLIM_INFINITY and soft < required:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (required, hard))
+    if soft != resource.RLIM_INFINITY and soft < needs:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needs, hard))
 
 
 @contextmanager

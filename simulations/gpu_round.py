@@ -145,8 +145,8 @@ def shared(work: str, device: str, processes: Sequence[int], turns: Turns) -> di
     WorkerError: the sum of all users depends on how many processes share them.
     """
     settings = {str(n): Setting("fedpriv", work, device, 1, n) for n in processes}
-    work_definition = WORKS[work]()
-    turn = Turn(range(work_definition.users), work_definition.local, turns.seconds)
+    definition = WORKS[work]()
+    turn = Turn(range(definition.users), definition.local, turns.seconds)
     speeds: dict[int, list[float]] = {n: [] for n in processes}
     with playing(settings) as players:
         warm_up = replace(turn, seconds=0.0)
@@ -165,21 +165,21 @@ def shared(work: str, device: str, processes: Sequence[int], turns: Turns) -> di
 
 def measured(work: str, device: torch.device, turns: Turns) -> dict[str, object]:
     """All figures."""
-    work_definition = WORKS[work]()
+    definition = WORKS[work]()
     multiply, operations = products(device)
     runs = {
-        "sums": sums(work_definition, device),
-        "plain sums": sums(work_definition, device),
+        "sums": sums(definition, device),
+        "plain sums": sums(definition, device),
         "products": multiply,
     }
     parts = in_turns(runs, {"sums", "products"}, turns)
     runs = {
-        name: whole_rounds(work_definition.users, device, turns.rounds)
+        name: whole_rounds(definition.users, device, turns.rounds)
         for name in ("private", "plain")
     }
     ratios = in_turns(runs, {"private"}, turns)
     rate, possible = (
-        work_definition.flops_of(work_definition.users) / parts["sums"],
+        definition.flops_of(definition.users) / parts["sums"],
         operations / parts["products"],
     )
     by_processes = shared(work, device.type, turns.processes, turns)
@@ -194,7 +194,7 @@ def measured(work: str, device: torch.device, turns: Turns) -> dict[str, object]
         "TFLOP/s of batched products": possible / 1e12,
         "share of the rate of products": rate / possible,
         "users per second by processes": {
-            n: work_definition.users / s for n, s in by_processes.items()
+            n: definition.users / s for n, s in by_processes.items()
         },
     }
 

@@ -1,18 +1,18 @@
-"""Rounds of a large federation with hostile peers beside it, and the same rounds without them.
+"""Rounds of a large federation with hostile peers, and the same rounds without them.
 
-`fedpriv serve`, started with 1,024 files that may be open, as systemd starts a service; a process
-with all nodes, each with a connection and a certificate of its own, which answer every offer with
-an update that was made before; and a process of hostile peers, in equal parts of each kind. They
+There are three processes. `fedpriv serve` starts with a limit of 1,024 open files, as under
+systemd. A process with all nodes, each with its own connection and certificate, answers every offer
+with an update that was made before. A process of hostile peers has equal numbers of each kind: they
 hold connections that say nothing; begin TLS and send a byte a second; declare messages of 2 GiB and
-send as much of them as the server takes; send what inflates from less than 1 MiB to 700; flood it
-with calls; and send pings, settings, headers, resets or a header without an end as fast as the
-server takes them, and read its answers or do not. Those that speak TLS have certificates of the
-authority: half are struck off, and half are enrolled, for nodes of one user that never answer.
-Whoever is shut out comes again after a second. Rounds that are not released are lost; a server that
-takes more than 8 GiB is given up.
+send as much of them as the server takes; send less than 1 MiB that inflates to 700 MiB; flood the
+server with calls; and send pings, settings, headers, resets or an endless header as fast as the
+server takes them, and read its answers or not. Peers that speak TLS have certificates of the
+authority: half are struck off, and half are enrolled, for nodes of one user that never answer. A
+peer that is shut out comes again after a second. Rounds that are not released are lost; a server
+that takes more than 8 GiB is stopped.
 
-All processes share the machine, so what hostile peers themselves compute counts as harm, too. A
-round lasts from the release before it to its own; the first is left out.
+All processes share the machine, so the computations of hostile peers count as harm, too. A round
+lasts from the previous release to its own; the first is left out.
 
     python -m simulations.hostile_load --json simulations/results/hostile_load.json
     python -m simulations.hostile_load --rounds 5
@@ -58,10 +58,10 @@ _TOO_MUCH = 8 * 2**30  # bytes; a server that takes more is ended, before the ma
 
 @dataclass(frozen=True)
 class Load:
-    """What is measured."""
+    """The settings of a measurement."""
 
-    nodes: int  # that are connected, each with one user
-    sampled: int  # of them, in a round on average
+    nodes: int  # connected nodes, each with one user
+    sampled: int  # nodes in a round on average
     hidden: int  # width of the model, which has 75 · hidden + 10 parameters
     rounds: int  # at least 2
     hostile: int  # peers
@@ -71,13 +71,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured in one run."""
+    """The measurements of one run."""
 
     seconds: list[float]  # of each round but the first
     released: int  # rounds
     charged: int  # rounds
     answered: int  # answers of nodes that were accepted
-    empty: int  # rounds that were charged though nobody answered
+    empty: int  # rounds that were charged although nobody answered
     lost: int  # connections of nodes that were lost, and answers that could not be sent
     peak_mebibytes: float  # of the server's memory
     begun: dict[str, int]  # how often hostile peers began, by their kind
@@ -100,7 +100,7 @@ def measure(load: Load) -> tuple[Found, Found]:
 
 
 def _enrol(path: Path, fingerprints: dict[str, str]) -> None:
-    """Add nodes to an enrolment, each with a user of its name."""
+    """Add nodes to an enrolment, each with one user of the same name."""
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     table["nodes"] |= {n: {"users": [n], "certificate": f} for n, f in fingerprints.items()}
     path.write_text(tomli_w.dumps(table), encoding="utf-8")
@@ -164,7 +164,7 @@ def _experiment(load: Load, site: Site) -> dict[str, object]:
 
 @contextmanager
 def _hostile(targets: list[Target], load: Load) -> Iterator["SynchronizedArray[int]"]:
-    """So many peers, all of which have begun, until the block is left."""
+    """Run `load.hostile` peers; the context begins when all of them have begun."""
     context = multiprocessing.get_context("spawn")
     starts = context.Array("L", len(load.kinds))
     arguments = targets, load.kinds, load.hostile, starts
@@ -184,7 +184,7 @@ def _hostile(targets: list[Target], load: Load) -> Iterator["SynchronizedArray[i
 async def _rounds(
     load: Load, site: Site, port: int, server: loopback.Program, run: RunFolder
 ) -> tuple[list[float], Seen, int]:
-    """When each round was released, what nodes saw until the last, and the server's peak bytes."""
+    """Return the release times of rounds, the nodes' record, and the server's peak bytes."""
     moments: list[float] = []
     record, peak = Seen(), 0
     with suppress(TimeoutError):
@@ -203,7 +203,7 @@ async def _rounds(
 
 
 def summary(load: Load, quiet: Found, hostile: Found) -> dict[str, float]:
-    """What was measured, in a few numbers."""
+    """Return a summary in a few numbers."""
     medians = [statistics.median(result.seconds or [float("inf")]) for result in (quiet, hostile)]
     return {
         "rounds lost without hostile peers": load.rounds - quiet.released,
@@ -219,7 +219,7 @@ def summary(load: Load, quiet: Found, hostile: Found) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print and, if asked, keep the numbers."""
+    """Measure, print and, if requested, write the numbers."""
     parser = argparse.ArgumentParser(description="rounds with hostile peers, and without")
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--sampled", type=int, default=200)

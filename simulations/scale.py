@@ -505,12 +505,12 @@ def _of_users(folder: Path) -> dict[str, object]:
 
 def _found(rounds: Sequence[Rounds]) -> dict[str, object]:
     rows = []
-    for round_ in rounds:
-        row = asdict(round_) | {"seconds": statistics.median(round_.seconds)}
-        row["cpu_seconds"] = statistics.fmean(round_.cpu_seconds)
+    for entry in rounds:
+        row = asdict(entry) | {"seconds": statistics.median(entry.seconds)}
+        row["cpu_seconds"] = statistics.fmean(entry.cpu_seconds)
         row["rounds"], row["users_per_cpu_second"] = (
-            len(round_.seconds),
-            round_.users_per_cpu_second,
+            len(entry.seconds),
+            entry.users_per_cpu_second,
         )
         rows.append(row)
     return {"rounds": rows}

@@ -1,8 +1,8 @@
 """A server and the processes of its nodes, on loopback over TLS, with both kinds of trust.
 
-All of it is the code of `fedpriv serve` and `fedpriv join`, but for training: each node has one
-user, who is drawn in every round, and whose contribution is the same in all. Processes are forked,
-so that they share the memory of what is imported.
+All of it is the code of `fedpriv serve` and `fedpriv join`, except training: each node has one
+user, who is drawn in every round and always contributes the same. Processes are forked, so that
+they share the memory of imported modules.
 """
 
 import asyncio
@@ -64,21 +64,21 @@ _ROUNDS, _ROUNDS_OF_MANY = 11, 3  # of each kind; the first pays for connections
 _SECONDS, _REST_SECONDS = 600.0, 1.0
 _LOCAL = LocalTraining(0.1, steps=1, max_examples=1)
 _TASK = TaskDescription("softmax", {}, 0, "cross-entropy")
-_RECEIVED = 128  # where TCP_INFO of Linux has tcpi_bytes_received
+_RECEIVED = 128  # offset of tcpi_bytes_received in TCP_INFO of Linux
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a round took."""
+    """The cost of a round."""
 
     seconds: float  # from the proposal to the sum
     server: float  # seconds of the server's processor time
-    node: float  # the same of a node, on average
+    node: float  # seconds of a node's processor time, on average
     sent: float  # bytes that reached the server from a node, on average, with TLS
 
 
 def costs(secure: SecureSum, parameters: int) -> tuple[Cost, Cost]:
-    """The cost of a round whose server is trusted, and of one whose server need not be: medians."""
+    """Return median costs of a round with a trusted server, and of one with an untrusted server."""
     with tempfile.TemporaryDirectory() as folder:
         site = Site(Path(folder) / "certs", secure.nodes, parameters)
         site.issue()
@@ -88,7 +88,7 @@ def costs(secure: SecureSum, parameters: int) -> tuple[Cost, Cost]:
 
 @contextmanager
 def _nodes(site: Site) -> Iterator[tuple[list[BaseProcess], Callable[[int], None]]]:
-    """Processes of all nodes, and a function that tells them the server's port."""
+    """Run processes of all nodes; yield them and a function that sends them the server's port."""
     context, pipes, processes = multiprocessing.get_context("fork"), list[Connection](), []
     for number in range(site.nodes):
         parent_end, child_end = context.Pipe()
@@ -110,7 +110,7 @@ def _nodes(site: Site) -> Iterator[tuple[list[BaseProcess], Callable[[int], None
 
 @dataclass
 class _Trainer:
-    """In place of a training process."""
+    """A stand-in for a training process."""
 
     site: Site
     number: int
@@ -121,7 +121,7 @@ class _Trainer:
         self.built = Built(layout, Layout((), ()))
 
     async def learn(self, _: Proposal) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     async def train(self, request: RoundRequest, _: float) -> PartialSum:
         total = self.site.contribution(self.number % self.site.kinds, request.clipping)
@@ -129,7 +129,7 @@ class _Trainer:
 
 
 def _node(pipe: Connection, site: Site, number: int) -> None:
-    """A node until it is stopped."""
+    """Run a node until it is stopped."""
     server, name = f"localhost:{pipe.recv()}", name_of(number)
     enrolled = enrolment_digest(Enrolment.load(site.enrolment).enrolled)
     consent, backoff = Consent(enrolment=enrolled), Backoff()
@@ -153,7 +153,7 @@ def _node(pipe: Connection, site: Site, number: int) -> None:
 def _rounds(
     site: Site, secure: SecureSum, processes: list[BaseProcess], start: Callable[[int], None]
 ) -> tuple[Cost, Cost]:
-    """Rounds of both kinds in turn, at a server in this process."""
+    """Run rounds of both kinds in turn, on a server in this process."""
     enrolment, everybody = Enrolment.load(site.enrolment), site.cohort(site.nodes)
     clipping = site.request(0, []).clipping
     trusted, untrusted = (_mechanism(site.nodes, clipping, trust) for trust in (None, secure))
@@ -207,7 +207,7 @@ def _mechanism(nodes: int, clipping: Clipping, secure: SecureSum | None) -> Gaus
 
 
 def _cost(work: Callable[[], None], processes: list[BaseProcess]) -> Cost:
-    """What a round takes; it is over at the nodes a moment after it is at the server."""
+    """Return the cost of a round, which ends at the nodes a moment later than at the server."""
 
     def at_nodes() -> float:
         clocks = ((~process.pid << 3) | 2 for process in processes if process.pid)
@@ -222,7 +222,7 @@ def _cost(work: Callable[[], None], processes: list[BaseProcess]) -> Cost:
 
 
 def _received() -> int:
-    """Bytes that have arrived in this process's connections over TCP."""
+    """Return the bytes that have arrived over this process's TCP connections."""
     total = 0
     for file in Path("/proc/self/fd").iterdir():
         with suppress(OSError):

@@ -72,11 +72,11 @@ def certified(
 ) -> Numbers:
     """Lower bounds on ε ≥ 0, each for one test that was fixed before these runs."""
     error = (1.0 - confidence) / 2.0
-    least_hits = least_rate(hits, runs_with, error)
-    most_alarms = largest_rate(false_alarms, runs_without, error)
+    hit_rate = least_rate(hits, runs_with, error)
+    alarm_rate = largest_rate(false_alarms, runs_without, error)
     with np.errstate(divide="ignore"):
-        forward = np.log(np.maximum(least_hits - delta, 0.0) / most_alarms)
-        backward = np.log(np.maximum(1.0 - most_alarms - delta, 0.0) / (1.0 - least_hits))
+        forward = np.log(np.maximum(hit_rate - delta, 0.0) / alarm_rate)
+        backward = np.log(np.maximum(1.0 - alarm_rate - delta, 0.0) / (1.0 - hit_rate))
     bound: Numbers = np.maximum(0.0, np.maximum(forward, backward))
     return bound
 

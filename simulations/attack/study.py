@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for attempt in missing(attempts, rows):
         rows.append(attacked(attempt))
         write_numbers(rows, options.folder, "attack")
-    chosen = [row for try_ in attempts for row in rows if try_.key.items() <= row.items()]
+    chosen = [row for attempt in attempts for row in rows if attempt.key.items() <= row.items()]
     write_results(table_of(chosen), chosen, options.folder, "attack")
 
 

@@ -218,15 +218,15 @@ def attack(
         columns = [
             np.array(
                 [
-                    [test_statistic(run) for test_statistic in every]
+                    [distinguisher(run) for distinguisher in every]
                     for run in released(world, quarter)
                 ]
             ).T
             for world in worlds
         ]
         tests = [
-            best_test(with_user, without_user, delta)
-            for with_user, without_user in zip(*columns, strict=True)
+            best_test(without_user, with_user, delta)
+            for without_user, with_user in zip(*columns, strict=True)
         ]
         chosen = max(range(len(every)), key=lambda at: tests[at][0])
         final = [told(every[chosen], world) for world in worlds]

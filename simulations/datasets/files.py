@@ -1,4 +1,4 @@
-"""Where files of data sets lie, and tables of numbers in .csv files."""
+"""The location of data sets' files, and tables of numbers in .csv files."""
 
 import gzip
 import os
@@ -17,9 +17,9 @@ _ENVIRONMENT = "FEDPRIV_DATA"
 def find_file(
     folder: str | Path | None, title: str, files: Sequence[str], inside: str, source: str
 ) -> Path:
-    """The first of some files that is in a folder, or in that of the name `inside` within it.
+    """Return the first of some files that exists in a folder, or in its subfolder `inside`.
 
-    The folder is the one given, or else FEDPRIV_DATA's.
+    The folder is `folder`, or else the one in FEDPRIV_DATA.
     """
     path = os.environ.get(_ENVIRONMENT) if folder is None else folder
     if not isinstance(path, (str, Path, type(None))):
@@ -37,7 +37,7 @@ def find_file(
 
 
 def read_csv(path: Path, columns: Sequence[str]) -> dict[str, NDArray[np.float64]]:
-    """Columns [rows] of finite numbers by name, of a .csv file with a line of names, or a .gz."""
+    """Return columns [rows] of finite numbers by name, from a .csv(.gz) file with a header."""
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
             header = [name.strip('"') for name in next(lines, "").strip().split(",")]

@@ -25,13 +25,12 @@ _MEAN, _STDDEV = 0.1307, 0.3081
 
 
 def load_mnist_writers(folder: str | Path | None = None) -> Population:
-    """Load MNIST, each training writer a user: 539 users of 19 to 131 images.
+    """Load MNIST, where each writer of training images is a user: 539 users of 19 to 131 images.
 
-    The test rows are MNIST's 10,000 test images, held out by their 297 writers, who are none of the
-    users. User ids are NIST's numbers of writers as QMNIST has them (Yadav and Bottou 2019,
-    arXiv:1905.10498).
+    The test rows are MNIST's 10,000 test images, by 297 other writers. User ids are NIST's numbers
+    of writers, from QMNIST (Yadav and Bottou 2019, arXiv:1905.10498).
 
-    The folder (None: FEDPRIV_DATA), or one `mnist` in it, holds MNIST's four idx .gz files, and
+    The folder (None: FEDPRIV_DATA), or its subfolder `mnist`, holds MNIST's four idx .gz files, and
     mnist_writers.npz (train_writer and test_writer, integers [60000] and [10000]), or QMNIST's
     qmnist-train-labels-idx2-int.gz and qmnist-test-labels-idx2-int.gz. Pixels are scaled to [0, 1],
     less 0.1307, divided by 0.3081: x is float32 [rows, 1, 28, 28].
@@ -80,7 +79,7 @@ def _read_idx(path: Path, dimensions: int) -> NDArray[np.integer]:
 
 
 def _read_writers(folder: Path, part: str, images: int) -> NDArray[np.int64]:
-    """NIST writer of each image, from mnist_writers.npz or else from QMNIST's labels."""
+    """Return the NIST writer of each image, from mnist_writers.npz or else QMNIST's labels."""
     derived, original = folder / _WRITERS, folder / f"qmnist-{part}-labels-idx2-int.gz"
     if derived.is_file():
         writers = read_npz(derived).get(f"{part}_writer")
@@ -91,7 +90,7 @@ def _read_writers(folder: Path, part: str, images: int) -> NDArray[np.int64]:
         if columns.shape[1] <= _WRITER_COLUMN:
             columns_text = f"{original} has {columns.shape[1]} columns"
             raise DataError(f"{columns_text}; the writer is column 2 of 8")
-        # QMNIST has 50,000 test images more, which come after MNIST's.
+        # QMNIST has 50,000 additional test images, after MNIST's.
         writers = columns[: images if part == "test" else None, _WRITER_COLUMN]
     else:
         names = f"{_WRITERS} and {original.name}"
@@ -102,7 +101,7 @@ def _read_writers(folder: Path, part: str, images: int) -> NDArray[np.int64]:
 
 
 def _normalised(pixels: Array) -> NDArray[np.float32]:
-    """uint8 [rows, 28, 28] → float32 [rows, 1, 28, 28]."""
+    """Return pixels as inputs: uint8 [rows, 28, 28] → float32 [rows, 1, 28, 28]."""
     table = ((np.arange(256) / 255.0 - _MEAN) / _STDDEV).astype(np.float32)
     images: NDArray[np.float32] = table[pixels][:, np.newaxis]
     return images
