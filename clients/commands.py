@@ -61,7 +61,7 @@ def join(
         str, _option("of the model while it trains: float32, tf32 or bfloat16", default=True)
     ] = "float32",
     processes: Annotated[
-        int | None, _option("that train users in parallel, on a CPU", min=1, default="one a thread")
+        int | None, _option("in which users train, on a CPU", min=1, default="one per thread")
     ] = None,
     once: Annotated[bool, _option("exit when the run is over", "--once")] = False,
     review: Annotated[

@@ -1,11 +1,11 @@
-"""What does the mean of the last models gain over the last one? The study behind `Run.mean_model`.
+"""The study behind `Run.mean_model`: the gain of the mean of the last models over the last one.
 
     FEDPRIV_DATA=FOLDER python -m simulations.averaging simulations/results/averaging.json
 
 Each row is a task of `simulations.default_tasks` at its ε or a quarter of it, with one optimiser
-and norm: accuracy on held-out rows of the last of 100 models, and how many percentage points more
-each mean has, on average over three seeds. A fraction is the share of the last rounds that are
-averaged, "ema 0.9" an exponential average with that decay. Ten minutes of one core.
+and norm: accuracy on held-out rows of the last of 100 models, and the gain of each mean in
+percentage points, on average over three seeds. A fraction is the averaged share of rounds, the last
+ones; "ema 0.9" is an exponential average with that decay. This takes ten minutes of one core.
 """
 
 import argparse
@@ -32,7 +32,7 @@ NAMES, SEEDS, ROUNDS = ("digits", "activities", "employment"), 3, 100
 def accuracies(
     task: str, epsilon: float, optimizer: str, rate: float, norm: float, seed: int
 ) -> dict[str, float]:
-    """Accuracy of the last model and of each mean."""
+    """Return the accuracy of the last model and of each mean."""
     table: dict[str, object] = {
         "name": task,
         "seed": seed,
@@ -72,7 +72,7 @@ def accuracies(
 
 
 def main() -> None:
-    """Run what the file lacks, and write it after each row."""
+    """Run the rows that the file lacks, and write it after each row."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("file", type=Path)
     path = parser.parse_args().file

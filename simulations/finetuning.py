@@ -1,16 +1,16 @@
-"""Fine-tuning under privacy: all of a model, or adapters, from text that is public.
+"""Private fine-tuning of all of a model, or of adapters, after training on public text.
 
     FEDPRIV_DATA=FOLDER python -m simulations.finetuning [--epsilon 2 8] [--seeds 3] [--folder OUT]
 
-A character transformer reads 18 of Shakespeare's 37 plays as they are printed, which count as
-public, without privacy. Users are the speaking roles of 15 other plays, who write as one types on a
-telephone: without capitals and punctuation. The model is adapted to them, and measured on the roles
-of the last four plays, who write likewise. Which play is which is drawn by a seed. Compared are
-training all 115,040 parameters, and adapters of rank 4, at each ε and without clipping and noise.
+A character transformer is trained without privacy on the printed text of 18 of Shakespeare's 37
+plays, which count as public. Users are the speaking roles of 15 other plays, whose text has neither
+capitals nor punctuation, as if typed on a telephone. The model is adapted to them, and measured on
+the roles of the last four plays, in the same form. A seed assigns plays to these groups. The study
+compares training all 115,040 parameters with adapters of rank 4, at each ε and without clipping and
+noise.
 
-Rates and norms were found by trying, on the same held-out plays; what that tells is not counted in
-ε.
-Data: the file shakespeare/speeches.jsonl.gz, one JSON object a speech, of the complete plays.
+Rates and norms were tuned on the same held-out plays; ε does not include this.
+Data: the file shakespeare/speeches.jsonl.gz, one JSON object per speech, of the complete plays.
 """
 
 import argparse
@@ -62,7 +62,7 @@ ARMS = (
 
 @dataclass(frozen=True)
 class Found:
-    """What an arm reached under some seeds."""
+    """Results of an arm under some seeds."""
 
     epsilon: float | None  # None: without clipping and noise
     arm: str
@@ -100,7 +100,7 @@ def _rows(roles: Mapping[str, Windows]) -> tuple[Windows, Windows, NDArray[np.st
 
 
 def plays_of(folder: Path, seed: int = 0) -> Plays:
-    """Cut speeches into windows, and share plays out."""
+    """Cut speeches into windows, and divide plays among the groups."""
     printed, *parts = said_in((PUBLIC, ENROLLED), seed, folder)
     enrolled, held_out = (
         {
@@ -114,7 +114,7 @@ def plays_of(folder: Path, seed: int = 0) -> Plays:
 
 
 def typed(text: str) -> Windows:
-    """Windows of a text as somebody types it who cares for neither capitals nor punctuation."""
+    """Return windows of a text without capitals and punctuation."""
     return _windows(" ".join(re.findall("[a-z]+", text.lower().replace("'", ""))))
 
 
@@ -132,7 +132,7 @@ def pretrained(
     build: Callable[[], nn.Module] = CharacterTransformer,
     rate: float = 2e-3,
 ) -> nn.Module:
-    """A model that has read the public text, by AdamW, with a rate that falls to zero."""
+    """Return a model trained on the public text by AdamW, with a rate that falls to zero."""
     torch.manual_seed(seed)
     model, rows = build(), torch.from_numpy(public)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
@@ -148,9 +148,9 @@ def pretrained(
 
 
 def reader(data: Path, path: Path, steps: int) -> nn.Module:
-    """A transformer of 10.7 million numbers that has read the public plays in so many steps.
+    """Return a transformer of 10.7 million numbers, trained on the public plays for `steps` steps.
 
-    These take long, so its parameters are kept in a folder.
+    These take long, so its parameters are stored in the folder `path`.
     """
     build = partial(CharacterTransformer, length=LENGTH, width=384, blocks=6, heads=6)
     file, model = path / f"reader-{steps}.safetensors", build()
@@ -163,7 +163,7 @@ def reader(data: Path, path: Path, steps: int) -> nn.Module:
 
 
 def task_of(model: nn.Module, arm: Arm) -> fedpriv.Task:
-    """What users train of a model."""
+    """Return the task of an arm."""
     if arm.rank is None:
         return fedpriv.Task(model)
     return fedpriv.Task(fedpriv.with_adapters(model, arm.rank, 2.0 * arm.rank, ["blocks.*"]))
@@ -172,7 +172,7 @@ def task_of(model: nn.Module, arm: Arm) -> fedpriv.Task:
 def tuned(
     people: fedpriv.Population, task: fedpriv.Task, arm: Arm, epsilon: float | None, seed: int
 ) -> fedpriv.Run:
-    """One run, of which nothing is kept; without ε nothing is clipped and no noise is added."""
+    """Run once, in a temporary folder; without ε there is no clipping and no noise."""
     everybody, unclipped = fedpriv.Poisson(1.0), fedpriv.Flat(100.0)
     mechanism = fedpriv.Mechanism(
         everybody, unclipped, noise_multiplier=0.0, delta=DELTA, unsafe_no_privacy=True
@@ -197,7 +197,7 @@ def tuned(
 
 
 def table_of(results: Sequence[Found], people: int) -> Table:
-    """A row for each ε and arm."""
+    """Return a table with a row for each ε and arm."""
     rows = [
         (
             "none" if result.epsilon is None else f"{result.epsilon:g}",

@@ -1,15 +1,15 @@
-"""What a round on a GPU costs, beside what it cannot do without.
+"""Cost of a round on a GPU, compared with its indispensable parts.
 
-Rounds of 2,000 users of 50 images, who train the MLP 784–128–10 in batches of 10. In turns:
+In a round 2,000 users of 50 images train the MLP 784–128–10 in batches of 10. These take turns:
 
 * sums: users train, and their updates are clipped and added up as integers;
 * plain sums: the same users train, and their updates are added up in float32;
-* products: batches of matrices of the shapes of the first layer, forward and of the gradient of its
-  weights, which are all but 2% of the operations of training.
+* products: batches of matrices of the shapes of the first layer, forward and for the gradient of
+  its weights, which are 98% of the operations of training.
 
-Then whole rounds as `fedpriv simulate` runs them, with noise, ledger and checkpoints on disk, of
-2,000 out of 4,000 users in expectation, in turns with the same without clipping and noise. At last
-several processes share the users of a round and the device.
+Then whole rounds like those of `fedpriv simulate`, with noise, ledger and checkpoints on disk, of
+2,000 out of 4,000 users in expectation, take turns with the same rounds without clipping and noise.
+Finally several processes share the users of a round and the device.
 
     python -m simulations.gpu_round --json simulations/results/gpu_round.json
 """
@@ -46,21 +46,21 @@ from simulations.benchmarks.works import WORKS, Work
 _LANES, _PRODUCTS = 512, 20
 
 Run = Callable[[], float]
-"""Does what is timed, once or more often, and returns the seconds that it took once."""
+"""Does the timed work once or several times, and returns the seconds of one time."""
 
 
 @dataclass(frozen=True)
 class Turns:
-    """How long everything is timed."""
+    """Numbers and lengths of measurements."""
 
     turns: int
-    seconds: float  # of each, at least
+    seconds: float  # minimum length of a turn
     rounds: int  # of a run of whole rounds
     processes: Sequence[int]  # numbers of processes that share a device
 
 
 def sums(work: Work, device: torch.device) -> Run:
-    """A round of all users of a work, up to the sum of their updates."""
+    """Return a round of all users of a work, up to the sum of their updates."""
     trains, everyone = list[Train](), Turn(range(work.users), work.local)
     fedpriv(work, device, trains.append)
     (train,) = trains
@@ -74,7 +74,7 @@ def sums(work: Work, device: torch.device) -> Run:
 
 
 def whole_rounds(users: int, device: torch.device, rounds: int) -> Run:
-    """So many rounds of a run in which so many users train in expectation."""
+    """Return a run of `rounds` rounds with `users` expected users each."""
     engine = overheads.prepared(2 * users, device.type)
 
     def run() -> float:
@@ -86,7 +86,7 @@ def whole_rounds(users: int, device: torch.device, rounds: int) -> Run:
 
 @contextmanager
 def without_privacy() -> Iterator[None]:
-    """Add up updates as they are in this block: unclipped, and without noise."""
+    """Within the context, add up updates without clipping and noise."""
 
     def added_up(updates: Updates, clipping: Clipping) -> torch.Tensor:
         sums = (updates[name][:].sum(0).flatten() for name in clipping.layout.names)
@@ -108,7 +108,7 @@ def without_privacy() -> Iterator[None]:
 
 
 def products(device: torch.device) -> tuple[Run, float]:
-    """Batched products of the shapes of the first layer, and their floating-point operations."""
+    """Return batched products in the shapes of the first layer, and their operations."""
     x = torch.randn((_LANES, 10, 784), device=device)
     weights = torch.randn((_LANES, 784, 128), device=device)
     gradients = torch.randn((_LANES, 10, 128), device=device)
@@ -126,7 +126,7 @@ def products(device: torch.device) -> tuple[Run, float]:
 
 
 def in_turns(runs: Mapping[str, Run], private: Collection[str], turns: Turns) -> dict[str, float]:
-    """Median seconds of each, again and again in its turns; some of them are private."""
+    """Return median seconds of each run, over several turns; those in `private` are private."""
     durations: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(turns.turns + 1):
         for name, run in runs.items():
@@ -140,9 +140,9 @@ def in_turns(runs: Mapping[str, Run], private: Collection[str], turns: Turns) ->
 
 
 def shared(work: str, device: str, processes: Sequence[int], turns: Turns) -> dict[int, float]:
-    """Seconds of a round whose users so many processes share, up to the sums of each.
+    """Return seconds of a round, up to its sums, by number of processes that share the users.
 
-    WorkerError: the sum of all users depends on how many processes share them.
+    WorkerError: the sum of all users depends on the number of processes.
     """
     settings = {str(n): Setting("fedpriv", work, device, 1, n) for n in processes}
     definition = WORKS[work]()
@@ -164,7 +164,7 @@ def shared(work: str, device: str, processes: Sequence[int], turns: Turns) -> di
 
 
 def measured(work: str, device: torch.device, turns: Turns) -> dict[str, object]:
-    """All figures."""
+    """Return all figures."""
     definition = WORKS[work]()
     multiply, operations = products(device)
     runs = {
@@ -174,8 +174,7 @@ def measured(work: str, device: torch.device, turns: Turns) -> dict[str, object]
     }
     parts = in_turns(runs, {"sums", "products"}, turns)
     runs = {
-        name: whole_rounds(definition.users, device, turns.rounds)
-        for name in ("private", "plain")
+        name: whole_rounds(definition.users, device, turns.rounds) for name in ("private", "plain")
     }
     ratios = in_turns(runs, {"private"}, turns)
     rate, possible = (
@@ -193,15 +192,13 @@ def measured(work: str, device: torch.device, turns: Turns) -> dict[str, object]
         "TFLOP/s up to the sum": rate / 1e12,
         "TFLOP/s of batched products": possible / 1e12,
         "share of the rate of products": rate / possible,
-        "users per second by processes": {
-            n: definition.users / s for n, s in by_processes.items()
-        },
+        "users per second by processes": {n: definition.users / s for n, s in by_processes.items()},
     }
 
 
 def main() -> None:
-    """Measure, print and, if asked, keep the figures."""
-    parser = argparse.ArgumentParser(description="what a round on a GPU costs")
+    """Measure, print and, if requested, write the figures."""
+    parser = argparse.ArgumentParser(description="cost of a round on a GPU")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--work", default="mlp-2000", choices=["mlp", "mlp-2000"])
     parser.add_argument("--turns", type=int, default=5)
@@ -221,7 +218,7 @@ def main() -> None:
     turns = Turns(options.turns, options.seconds, options.rounds, options.processes)
     try:
         figures = measured(options.work, device_named(options.device), turns)
-    except FedprivError as error:  # there is no such device, for one
+    except FedprivError as error:  # for example, there is no such device
         parser.error(str(error))
     print(json.dumps(figures, indent=1))
     if options.json:

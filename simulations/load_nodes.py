@@ -47,7 +47,7 @@ class Prepared:
         self._made: tuple[SummedUpdates, list[bytes]] | None = None
 
     def messages(self, offer: RoundOffer) -> Iterator[bytes]:
-        """What to upload as the answer to an offer."""
+        """Yield the messages of the answer to an offer."""
         content, parts = self._made = self._made or self._make(offer.clipping)
         header = encode_answer(RoundAnswer(offer.id, content))
         yield pb.UploadPart(answer=header).SerializeToString()
@@ -62,7 +62,7 @@ class Prepared:
 
 @dataclass
 class Seen:
-    """What nodes have seen so far."""
+    """Counts of events at nodes."""
 
     answered: int = 0  # answers that the server accepted
     lost: int = 0  # connections that were lost, and answers that could not be sent
@@ -70,11 +70,11 @@ class Seen:
 
 @asynccontextmanager
 async def connected(site: Site, port: int, record: Seen | None = None) -> AsyncIterator[None]:
-    """All nodes of a site are connected to its server while the block runs.
+    """Connect all nodes of a site to its server within the context.
 
-    Each answers every offer as bare nodes do: it throws away the model that comes, and sends
-    messages that were made before. What a node's own checks cost is its own machine's business. A
-    node that has lost its connection comes back. An answer that is refused ends the block.
+    Each answers every offer like bare nodes: it discards the model, and sends messages that were
+    made before. Nodes make no checks, whose cost would be that of other machines. A node that has
+    lost its connection connects again. A refused answer ends the context.
     """
     prepared, record = [Prepared(site, kind) for kind in range(site.kinds)], record or Seen()
     async with asyncio.TaskGroup() as group:
@@ -98,7 +98,7 @@ async def _come_back(
     welcomed: asyncio.Event,
     record: Seen,
 ) -> None:
-    """One node, until the run is over."""
+    """Run one node until the run is over."""
     update = prepared[number % site.kinds]
     while True:
         try:
@@ -140,7 +140,7 @@ async def _stay(
 
 
 def agreeing(population: str, proposal: Proposal, identity: Identity) -> Vote:
-    """A vote for a proposal, countersigned if its server has signed the head of a ledger."""
+    """Return a vote for a proposal, countersigned if its server has signed a ledger's head."""
     if proposal.head is None or identity.certificate is None:
         return Vote(proposal.id)
     binding = binding_of(population, proposal.id, proposal.price.event, proposal.head)
@@ -166,7 +166,7 @@ class BareNodes:
         self._parts = messages(site.model_bytes)
 
     async def exchange(self) -> None:
-        """All at once: each node downloads, then uploads as much; nobody looks at the bytes."""
+        """Let all nodes at once download, then upload the same number of bytes, unread."""
         async with asyncio.TaskGroup() as group:
             for stub in self._stubs:
                 group.create_task(self._exchange(stub.channel))

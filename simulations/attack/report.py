@@ -1,4 +1,4 @@
-"""What the suite finds with several populations, as a table or as JSON."""
+"""Results of the suite with several populations, as a table or as JSON."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ from simulations.attack.suite import AttackedPlan, Finding, attack, certifying
 
 @dataclass(frozen=True)
 class Report:
-    """What an attack found, for readers and programs."""
+    """Results of an attack, for readers and programs."""
 
     name: str  # of the experiment
     target: AttackedPlan
@@ -27,7 +27,7 @@ class Report:
     def of(
         cls, name: str, target: AttackedPlan, populations: Sequence[KeptPopulation], runs: int
     ) -> "Report":
-        """Attack a target with each population; lines on stderr show how far it is."""
+        """Attack a target with each population; lines on stderr show the progress."""
         with displayed(Console(stderr=True)) as display:
             findings = [
                 _find(
@@ -53,7 +53,7 @@ class Report:
 
     @property
     def most(self) -> float:
-        """What so many runs certify at most, for any engine."""
+        """The largest bound that this number of runs can certify, for any engine."""
         return largest_certifiable(certifying(self.runs), self.target.budget.delta)
 
     @property
@@ -79,7 +79,7 @@ class Report:
 
     @property
     def content(self) -> Mapping[str, Any]:
-        """All of it as values of JSON."""
+        """The report as values of JSON."""
         plan = self.target.plan
         return {
             "experiment": self.name,
@@ -96,7 +96,7 @@ class Report:
 
     @property
     def remarks(self) -> Iterator[str]:
-        """What a reader of the table must know."""
+        """Remarks that a reader of the table needs."""
         yield (
             f"Each bound holds at {CONFIDENCE:.0%} confidence; {self.runs:,} runs certify at most "
             f"{epsilon_down(self.most)}, whatever they see."
@@ -111,7 +111,7 @@ class Report:
             yield f"That cannot refute the ledger; --runs {runs} could."
 
     def print(self) -> None:
-        """Print the table, what must be known of it, and refutations in red."""
+        """Print the table, its remarks, and refutations in red."""
         console = Console(highlight=False, markup=False, emoji=False)
         print_table(self.table, console)
         for remark in self.remarks:

@@ -1,10 +1,10 @@
-"""What attacks certify of DIGITS, and what they do of engines that are broken on purpose.
+"""Bounds that attacks certify for DIGITS, and for engines that are broken on purpose.
 
     python -m simulations.attack.study [--epsilon 2 8] [--runs 1000] [--folder FOLDER]
 
-All kept populations attack two rounds of `digits` over its first 20 users, at each ε. Engines of
-`broken_engines` are each attacked with the population that is for them, at ε = 2; where it takes
-knowing who is drawn to see what leaks, everybody is. What is in the folder is not done again.
+All populations attack two rounds of `digits` over its first 20 users, at each ε. Each engine of
+`broken_engines` is attacked with one population that shows its fault, at ε = 2; if a leak shows
+only when the cohort is known, everybody is drawn. Attempts in the folder are not repeated.
 """
 
 import argparse
@@ -30,9 +30,9 @@ Row = dict[str, Any]  # values of JSON
 
 @dataclass(frozen=True)
 class Attempt:
-    """What is attacked, and by what."""
+    """An engine and the population that attacks it."""
 
-    engine: str  # how it is broken, for readers
+    engine: str  # its fault, for readers
     broken: Broken
     population: str
     runs: int = 400  # of each world
@@ -41,7 +41,7 @@ class Attempt:
 
     @property
     def key(self) -> Row:
-        """What tells it from others, as values of JSON."""
+        """Values of JSON that identify the attempt."""
         names = ("engine", "population", "runs", "epsilon", "drawn")
         return {name: getattr(self, name) for name in names}
 
@@ -65,7 +65,7 @@ BROKEN = (
 
 
 def attacked(attempt: Attempt) -> Row:
-    """What was found, with the engine and the plan."""
+    """Make an attempt; return the result, with the engine and the plan."""
     keys = f"privacy.epsilon={attempt.epsilon}", f"privacy.sampling_probability={attempt.drawn}"
     config = load_config(experiment_file(Path("digits")), keys)
     target = AttackedPlan.of(config, population_of(config), ROUNDS, USERS)
@@ -77,14 +77,14 @@ def attacked(attempt: Attempt) -> Row:
 
 
 def missing(attempts: Sequence[Attempt], rows: Sequence[Row]) -> Iterator[Attempt]:
-    """Attempts of which there is no row."""
+    """Yield attempts that have no row."""
     for attempt in attempts:
         if not any(attempt.key.items() <= row.items() for row in rows):
             yield attempt
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    """A row for each engine and population."""
+    """Return a table with a row for each engine and population."""
     columns = [
         Column("engine", "text"),
         Column("population", "text"),

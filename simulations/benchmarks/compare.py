@@ -1,13 +1,13 @@
-"""Our engine beside pfl, a plain PyTorch loop and others, on models that people train.
+"""Our engine compared with pfl, a plain PyTorch loop and others, on models that people train.
 
-A row is a work: a model, data and a plan; `works.WORKS` has them. Every contestant trains each user
+A row is a work: a model, data and a plan, from `works.WORKS`. Every contestant trains each user
 from the same model, clips its update and adds it up; noise is the same for all and left out. Each
-has a fresh process, whose first round is reported apart; then all sums are compared with the plain
-loop's, and contestants take turns of a second or one round, stopped while others train. Figures are
-medians over the turns. On a CPU they are of processor time, in one thread, so that other work on
-the machine counts little; of several processes that share the users, of the slowest.
+has a fresh process, whose first round is reported separately. Then all sums are compared with the
+plain loop's, and contestants take turns of a second or one round, stopped while others train.
+Figures are medians over the turns. On a CPU they are processor time, in one thread, so that other
+work on the machine counts little; if several processes share the users, the slowest one counts.
 
-`make bench-rivals` installs the rivals into an environment of their own and runs this:
+`make bench-rivals` installs the rivals into a separate environment and runs this:
 
     python -m simulations.benchmarks.compare --json simulations/results/benchmarks.json
     python -m simulations.benchmarks.compare --device cuda --json cuda.json
@@ -45,19 +45,19 @@ from simulations.benchmarks.table import (
 )
 from simulations.benchmarks.works import WORKS, Work
 
-_OTHERS = {"dpsgd": ("opacus",)}  # where a user is an example, and for nothing else
+_OTHERS = {"dpsgd": ("opacus",)}  # only for the row in which a user is an example
 _FLOWER = ("mlp", "cnn", "shakespeare", "softmax")
-"""Rows that Flower trains too: it takes as long for a message as for a user."""
+"""Rows that Flower trains too; its time per user is mostly that of a message."""
 _PACKAGES = {"pfl": ("pfl",), "flower": ("flwr", "ray"), "opacus": ("opacus",)}
-_SECONDS = 1.0  # a simulation is round after round: the first one after a rest is slower
-_MOST_PROCESSES = 5  # on a GPU, which no single one of a rival's fills
+_SECONDS = 1.0  # of a turn; the first round after a rest is slower than the rounds that follow
+_MOST_PROCESSES = 5  # on a GPU, which a single process of a rival does not fill
 _UNEQUAL, _EQUAL = "-pareto", "-equal"
 LARGE = ("mlp-2000", "cnn-2000")
-"""Rows of cohorts that keep a GPU busy; on a CPU a user costs as much in a smaller one."""
+"""Rows of cohorts that keep a GPU busy; on a CPU, smaller cohorts cost the same per user."""
 ON_GPU = ("shakespeare", "softmax", "dpsgd", "mlp-pareto", "transformer-pareto", *LARGE)
 ON_CPU = tuple(name for name in WORKS if name not in LARGE and not name.endswith(_EQUAL))
 REFERENCE = "reference"
-"""Name of the plain loop on the CPU, which all sums of a GPU are compared with."""
+"""Name of the plain loop on the CPU, with which all sums of a GPU are compared."""
 _AGREES = {"flower": 1e-2}  # a difference of two models in float32, times the number of users
 
 
@@ -68,7 +68,7 @@ def settings_of(
     threads: int,
     processes: Sequence[int] | None = None,
 ) -> dict[str, Setting]:
-    """Those that can do a work, by name, and with how many processes and threads."""
+    """Return the contestants that can do a work, by name, with their processes and threads."""
     own_threads = threads if device == "cuda" else 1
     settings = {name: Setting(name, work, device, own_threads) for name in (OURS, "plain")}
     if device == "cpu":
@@ -93,9 +93,9 @@ def settings_of(
 
 
 def compare(name: str, settings: Mapping[str, Setting], repeats: int) -> Row:
-    """Measure a work, in so many turns of each contestant.
+    """Measure a work, in `repeats` turns of each contestant.
 
-    WorkerError: the sum of a contestant is another, or its process has ended.
+    WorkerError: the sum of a contestant differs, or its process has ended.
     """
     work = WORKS[name]()
     _say(f"{name}: {len(settings)} contestants train a first round, and their sums are compared")
@@ -128,7 +128,7 @@ def compare(name: str, settings: Mapping[str, Setting], repeats: int) -> Row:
 
 
 def differences_of(work: Work, players: Mapping[str, Player]) -> dict[str, float]:
-    """Relative differences of sums from the reference's, of users whose rows are alike."""
+    """Return relative differences from the reference's sum, for users whose rows are alike."""
     answers = {
         name: player.take(Turn(work.checked, work.local)) for name, player in players.items()
     }
@@ -167,20 +167,20 @@ def _measure(options: argparse.Namespace, console: Console) -> None:
         _check({setting.contestant for setting in settings.values()})
         try:
             row = compare(name, settings, options.repeats)
-        except (DataError, WorkerError) as error:  # other rows do not suffer
+        except (DataError, WorkerError) as error:  # other rows are still measured
             console.print(f"{name} is left out: {error}")
             failed += [name] if isinstance(error, WorkerError) else []
             continue
         console.print(table([row]))
         console.print(f"{name}: {ratios_text(row)}")
-        if options.json:  # now, as the next row may take long
+        if options.json:  # now, because the next row may take long
             keep(options.json, name, row, options.device, options.threads)
     if failed:
         raise WorkerError(f"not all contestants did the work of {' and '.join(failed)}")
 
 
 def keep(file: Path, name: str, row: Row, device: str, threads: int) -> None:
-    """Write a row into a file, in place of the same row of an earlier run; others stay."""
+    """Write a row into a file, in place of the same row of an earlier run; keep other rows."""
     rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     packages = ["fedpriv", "torch", "numpy", "pfl", "flwr", "ray", "opacus"]
     rows[name] = figures(row) | made_by("benchmarks.compare", packages, device, threads)
@@ -189,14 +189,14 @@ def keep(file: Path, name: str, row: Row, device: str, threads: int) -> None:
 
 
 def main() -> None:
-    """Measure, print and, if asked, keep the figures."""
-    parser = argparse.ArgumentParser(description="users per second beside other libraries")
+    """Measure, print and, if requested, write the figures."""
+    parser = argparse.ArgumentParser(description="users per second of several libraries")
     parser.add_argument("--rows", nargs="+", choices=WORKS, help="by default those of the device")
     parser.add_argument("--without", nargs="+", choices=(*_PACKAGES, RULE, ALONE), default=[])
     parser.add_argument("--repeats", type=int, default=5, help="turns of each contestant")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--processes", nargs="+", type=int, help="of pfl; by default 1, 2, …")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="which are used")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="number to use")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args()
     if invalid := [count for count in options.processes or () if count < 1]:

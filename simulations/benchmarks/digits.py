@@ -1,4 +1,4 @@
-"""Where the time of `fedpriv simulate digits` goes: to start, training, the ledger, or all else.
+"""Time of the parts of `fedpriv simulate digits`: start, training, ledger, and everything else.
 
     python -m simulations.benchmarks.digits --json simulations/results/digits_time.json
 
@@ -25,8 +25,8 @@ TRIALS, TRAINING, LEDGER, PRICES = "trials before the first round", "training", 
 
 @contextmanager
 def watched(parts: dict[str, float], starts: dict[str, float]) -> Iterator[None]:
-    """Add to parts what functions take in this block; to `begun`, when the first round begins."""
-    from fedpriv.engine import transport  # noqa: PLC0415 - to import it is a part of start
+    """Add functions' times to `parts`, and the start of the first round to `starts`."""
+    from fedpriv.engine import transport  # noqa: PLC0415 - importing it is part of the start
     from fedpriv.engine.trainer import Trainer  # noqa: PLC0415
     from fedpriv.ledger.ledger import Ledger  # noqa: PLC0415
     from fedpriv.ledger.participation import ParticipationRecord  # noqa: PLC0415
@@ -67,7 +67,7 @@ def watched(parts: dict[str, float], starts: dict[str, float]) -> Iterator[None]
 
 
 def once() -> dict[str, float]:
-    """Seconds of each part of a run in this process, since it was started."""
+    """Run in this process; return the seconds of each part since its start."""
     from fedpriv.cli import main  # noqa: PLC0415
 
     parts, starts = dict[str, float](), dict[str, float]()
@@ -84,7 +84,7 @@ def once() -> dict[str, float]:
 
 
 def apart() -> dict[str, float]:
-    """Seconds of each part of a run in a fresh process, which trains in one thread."""
+    """Run in a new process with one thread; return the seconds of each part."""
     process = subprocess.run(
         [sys.executable, "-m", "simulations.benchmarks.digits", "--once"],
         stdout=subprocess.PIPE,
@@ -96,7 +96,7 @@ def apart() -> dict[str, float]:
 
 
 def shares(runs: list[dict[str, float]]) -> dict[str, float]:
-    """Median share of each part in the time of a run."""
+    """Return the median share of each part in the time of a run."""
     medians = {
         part: median(run[part] / run[ALL] for run in runs) for part in runs[0] if part != ALL
     }
@@ -105,8 +105,8 @@ def shares(runs: list[dict[str, float]]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print and keep the figures."""
-    parser = argparse.ArgumentParser(description="where the time of a small run goes")
+    """Measure, print and, if requested, write the figures."""
+    parser = argparse.ArgumentParser(description="time of the parts of a small run")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--once", action="store_true", help="one run in this process, as JSON")

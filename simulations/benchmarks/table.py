@@ -1,4 +1,4 @@
-"""From what was measured to figures: medians, ratios, and which bars they miss."""
+"""Figures from measurements: medians, and ratios that have bars."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from rich.table import Table
 
 OURS, FORKED, RULE, ALONE, EQUAL = "fedpriv", "fedpriv-2", "rule", "alone", "equal"
-"""Our engine: in one process, forked, with a fixed rule in place of a clock, with users one after
+"""Our engine in one process, forked, with a fixed rule instead of a clock, with users one after
 another, and with users of equal sizes."""
 
 
 @dataclass(frozen=True)
 class Contest:
-    """What was measured of one contestant at one work."""
+    """The measurements of one contestant at one work."""
 
-    contestant: str  # its name, and of several processes their number, as in pfl-2
-    users: int  # how many it trained in a turn
-    prepared: float  # seconds that its process takes before its first round
-    first: float  # seconds of that
+    contestant: str  # its name, with the number of several processes, as in pfl-2
+    users: int  # number of users that it trained in a turn
+    prepared: float  # seconds of its process before its first round
+    first: float  # seconds of the first round
     seconds: Sequence[float]  # of a later round, in each turn
     difference: float  # of its sum from the plain loop's, relative
     mebibytes: float = 0.0  # of the process, beyond the data, after the first round
@@ -26,7 +26,7 @@ class Contest:
 
     @property
     def users_per_second(self) -> float:
-        """Median over the turns."""
+        """The median over the turns."""
         return self.users / statistics.median(self.seconds)
 
 
@@ -38,16 +38,16 @@ class Row:
     contests: Sequence[Contest]  # ours among them
 
     def named(self, name: str) -> Contest | None:
-        """The contestant of a name, if it took part."""
+        """Return the contest of a contestant, if it took part."""
         return next((c for c in self.contests if c.contestant == name), None)
 
     def best(self, library: str) -> Contest | None:
-        """The fastest of a library's numbers of processes."""
+        """Return the contest of a library with its fastest number of processes."""
         of_it = [c for c in self.contests if c.contestant.partition("-")[0] == library]
         return max(of_it, key=lambda contest: contest.users_per_second, default=None)
 
     def ratios(self) -> dict[str, float]:
-        """What bars are about, as far as it was measured."""
+        """Return the ratios that have bars, as far as they were measured."""
         return {name: ratio for name, ratio in self._ratios() if ratio is not None}
 
     def _ratios(self) -> Iterator[tuple[str, float | None]]:
@@ -68,7 +68,7 @@ def _times(first: Contest | None, second: Contest | None) -> float | None:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """A table to print."""
+    """Return a table to print."""
     grid = Table("work", "by", box=None)
     for column in ("users/s", "fedpriv is", "to prepare", "first round", "MiB"):
         grid.add_column(column, justify="right")
@@ -89,12 +89,12 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def ratios_text(row: Row) -> str:
-    """What bars are about, in one line."""
+    """Return the ratios that have bars, in one line."""
     return ", ".join(f"{value:.2f} × {name}" for name, value in row.ratios().items())
 
 
 def figures(row: Row) -> dict[str, object]:
-    """The same for a file, with the seconds of a round in each turn."""
+    """Return the figures for a file, with the seconds of a round in each turn."""
     contests = {
         contest.contestant: {
             "users per second": contest.users_per_second,

@@ -1,13 +1,13 @@
-"""A whole run of DP-SGD beside Opacus: lots drawn, noise added, ε known, accuracy measured.
+"""A whole run of DP-SGD compared with Opacus: lots, noise, ε and accuracy included.
 
-The first row of Bu et al. 2020, Table 1 (lots of 256 images, σ = 1.3), for some epochs; or the same
-with other lots, as the larger they are, the less counts what a round costs besides. Opacus is
-used as its tutorials do: `make_private` with Poisson sampling. Times are from data in memory to the
-accuracy on the test images, imports left out. Each run has a process of its own, in turn.
+It is the first row of Bu et al. 2020, Table 1 (lots of 256 images, σ = 1.3), for some epochs, or
+the same with other lots: in larger lots the fixed costs of a round matter less. Opacus is used as
+in its tutorials: `make_private` with Poisson sampling. Times are from data in memory to the
+accuracy on the test images, without imports. Each run has its own process, and they take turns.
 
     .venv-rivals/bin/python -m simulations.benchmarks.whole_run [--lots 256 600 2048] --json FILE
 
-Data: MNIST's files, in a folder named by FEDPRIV_DATA.
+Data: MNIST's files, in the folder FEDPRIV_DATA.
 """
 
 import argparse
@@ -37,11 +37,11 @@ class Trained:
 
     seconds: float
     accuracy: float
-    epsilon: float  # as the library says
+    epsilon: float  # by the library
 
 
 def ours(people: fedpriv.Population, row: Row) -> Trained:
-    """`fedpriv.simulate`, its ledger on disk included."""
+    """Run `fedpriv.simulate`, including its ledger on disk."""
     with tempfile.TemporaryDirectory() as folder:
         began = perf_counter()
         run = trained(row, people, 0, Path(folder))
@@ -49,7 +49,7 @@ def ours(people: fedpriv.Population, row: Row) -> Trained:
 
 
 def opacus(people: fedpriv.Population, row: Row) -> Trained:
-    """Opacus with its own sampler, optimiser and accountant."""
+    """Run Opacus with its own sampler, optimiser and accountant."""
     from opacus import PrivacyEngine  # noqa: PLC0415 - of the rivals' environment
     from torch.utils.data import DataLoader, TensorDataset  # noqa: PLC0415
 
@@ -88,7 +88,7 @@ _LIBRARIES: Mapping[str, Callable[[fedpriv.Population, Row], Trained]] = {
 
 
 def results_table(runs: Mapping[str, Sequence[Trained]], row: Row) -> Table:
-    """Medians of the runs of each library."""
+    """Return a table of medians over the runs of each library."""
     seconds = {name: median(run.seconds for run in of_one) for name, of_one in runs.items()}
     rows = [
         (
@@ -108,7 +108,7 @@ def results_table(runs: Mapping[str, Sequence[Trained]], row: Row) -> Table:
 
 
 def measured(row: Row, repeats: int, threads: int) -> dict[str, list[Trained]]:
-    """Runs of each library, each in a process of its own, in turn."""
+    """Run each library in turn, each run in its own process."""
     options = "--lots", str(row.lot), "--epochs", str(row.epochs), "--threads", str(threads)
     command = [sys.executable, "-m", "simulations.benchmarks.whole_run", *options, "--only"]
     runs: dict[str, list[Trained]] = {name: [] for name in _LIBRARIES}
@@ -122,8 +122,8 @@ def measured(row: Row, repeats: int, threads: int) -> dict[str, list[Trained]]:
 
 
 def main() -> None:
-    """Run both in turn; print, and write the numbers if asked to."""
-    parser = argparse.ArgumentParser(description="a whole run of DP-SGD beside Opacus")
+    """Run both in turn; print and, if requested, write the numbers."""
+    parser = argparse.ArgumentParser(description="a whole run of DP-SGD, compared with Opacus")
     parser.add_argument("--epochs", type=float, default=2.0)
     parser.add_argument(
         "--lots", type=int, nargs="+", default=[ROWS[0].lot], help="expected images of a round"

@@ -2,13 +2,13 @@
 
     python -m simulations.papers.abadi_mnist [--epochs FACTOR] [--both FACTOR] [--rows N …]
 
-Their network, lots of 600, δ, ε and noise on the components (section 5.2, arXiv:1607.00133). Their
-noise on gradients, σ = 8, 4 and 2, was chosen with an older analysis and trains for hundreds of
-epochs until ε is spent. Here the epochs are given, and the noise is the least that keeps components
-and rounds together within ε, exactly; steps have momentum and fall to zero. The second arm has no
-query, so that its rounds may spend all of ε; it has eleven times as many parameters, so that both
-may be compared at fewer epochs. The record is an image. Data: MNIST's files, in a folder named by
-FEDPRIV_DATA.
+Network, lots of 600, δ, ε and noise on the components are those of the paper (section 5.2,
+arXiv:1607.00133). Its noise on gradients, σ = 8, 4 and 2, was chosen with an older analysis, and
+allows hundreds of epochs until ε is spent. Here the epochs are given, and the noise is the least
+that keeps components and rounds together within ε, exactly; steps have momentum and fall to zero.
+The second arm has no query, so its rounds may spend all of ε. It has eleven times as many
+parameters, so both arms can be compared at fewer epochs. The record is an image. Data: MNIST's
+files, in the folder FEDPRIV_DATA.
 """
 
 import argparse
@@ -47,14 +47,14 @@ DELTA, HIDDEN = 1e-5, 1000
 
 @dataclass(frozen=True)
 class Setting:
-    """How one ε is spent."""
+    """The settings at one ε."""
 
     epsilon: float
     epochs: float
     components: int
     component_noise: float  # z of their query, in which every image is asked
     learning_rate: float  # of the average, in the first round
-    paper: float  # accuracy that it prints, on components
+    paper: float  # accuracy in the paper, on components
     q: float = 0.01
     clipping_norm: float = 1.0
     momentum: float = 0.9
@@ -74,23 +74,23 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Found:
-    """What an arm gave under some seeds."""
+    """Results of an arm under some seeds."""
 
     setting: Setting
     components: int | None  # None is all pixels
     noise_multiplier: float  # of rounds
-    epsilon: float  # that the ledger of a run costs, the query included
+    epsilon: float  # of a run's ledger, including the query
     here: tuple[float, ...]  # accuracies
 
     @classmethod
     def read(cls, row: dict[str, Any]) -> Self:
-        """Of its `asdict`, read from JSON."""
+        """Return the results with this `asdict`, read from JSON."""
         setting, accuracies = Setting(**row["setting"]), tuple(row["here"])
         return cls(**row | {"setting": setting, "here": accuracies})
 
     @property
     def key(self) -> tuple[Setting, int | None]:
-        """What tells rows apart."""
+        """The identity of a row."""
         return self.setting, self.components
 
 
@@ -101,7 +101,7 @@ def projected(
     seed: int,
     ledger: Path,
 ) -> tuple[fedpriv.Population, list[RoundEvent]]:
-    """The people along the components of their images, which a ledger is charged for."""
+    """Return the people projected on the components of their images, and the charged events."""
     images = records_of(people, mechanism)
     inputs = math.prod(people.test["x"].shape[1:])
     everybody = PoissonSampling(images.users.population, 1.0, Unit.EXAMPLE)
@@ -187,7 +187,7 @@ def measure(
 
 
 def results_table(results: Sequence[Found]) -> Table:
-    """Paper, here, and what it really costs."""
+    """Return a table with the paper's accuracy, ours, and the exact cost."""
     rows = []
     for result in results:
         setting = result.setting
@@ -207,8 +207,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train all; print and write the table and the numbers."""
     parser = argparse.ArgumentParser(description="MNIST as in Abadi et al. 2016")
     parser.add_argument("--epochs", type=float, default=1.0, help="factor, on components")
-    parser.add_argument("--both", type=float, default=1.0, help="factor, on both side by side")
-    help_rows = "train these of the table; others keep the results that they have"
+    parser.add_argument("--both", type=float, default=1.0, help="factor, when both compete")
+    help_rows = "train these of the table; others keep their results"
     parser.add_argument("--rows", type=int, nargs="+", help=help_rows)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("simulations/results"))

@@ -30,7 +30,7 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of a table: what was run, and the ε printed for it by CLT and MA, "" for none."""
+    """One row of a table: the settings of a run, and its printed ε by CLT and MA ("" for none)."""
 
     where: str
     q: float
@@ -63,7 +63,7 @@ SETTINGS = (
 
 
 def claims_of(setting: Setting) -> tuple[Claim, ...]:
-    """The ε of one row by CLT and by MA, where they are printed."""
+    """Return the claims of one row by CLT and by MA, if they are printed."""
     rounds = setting.rounds
     exact = tightest_epsilon(poisson_pairs(rounds), setting.delta)
     claims_found = []
@@ -80,7 +80,7 @@ def claims_of(setting: Setting) -> tuple[Claim, ...]:
 
 
 def advantage_claim() -> Claim:
-    """Of the row σ = 1.1: the type I and type II errors of any test sum to at least 77.6 %.
+    """Return the claim on σ = 1.1: type I and type II errors of any test sum to at least 77.6 %.
 
     One minus the least sum, the advantage of the best test over guessing, is δ at ε = 0.
     """
@@ -92,7 +92,7 @@ def advantage_claim() -> Claim:
 
 
 def claims() -> tuple[Claim, ...]:
-    """Every claim in the order of the paper, and that on the errors of a test."""
+    """Return every claim in the order of the paper, and the claim on the errors of a test."""
     all_claims = [claim for setting in SETTINGS for claim in claims_of(setting)]
     return (*all_claims, advantage_claim())
 

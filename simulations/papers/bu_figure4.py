@@ -1,11 +1,11 @@
-"""Bu et al. 2020, Figure 4: the same budget by a tighter analysis, so less noise; which accuracy?
+"""Bu et al. 2020, Figure 4: accuracy with less noise at the same budget, by a tighter analysis.
 
     python -m simulations.papers.bu_figure4 [--examples 60000] [--epochs 20] [--seeds 1]
 
 NoisySGD (their Algorithm 1) on MNIST, where every example is a user. Three arms share everything
-but the noise: σ = 1.3; the σ̃ that the central limit theorem (CLT) gives the ε which the moments
-accountant (MA) says of σ, as in the paper; and the σ̃ that really costs this ε. Prints a table, and
-writes it, a figure and a JSON file. Data: MNIST's files, in a folder named by FEDPRIV_DATA.
+except the noise: σ = 1.3; as in the paper, the σ̃ whose ε by the central limit theorem (CLT) equals
+that of σ by the moments accountant (MA); and the σ̃ whose exact cost is this ε. Prints a table, and
+writes it, a figure and a JSON file. Data: MNIST's files, in the folder FEDPRIV_DATA.
 
 Sums are divided by the expected size of a lot, not by the realised one, which no accountant covers.
 """
@@ -39,7 +39,7 @@ EXAMPLES, EPOCHS = 60_000, 20.0
 
 @dataclass(frozen=True)
 class Setting:
-    """What all arms have in common; the defaults are the paper's."""
+    """The settings that all arms share; the defaults are the paper's."""
 
     examples: int = EXAMPLES
     epochs: float = EPOCHS
@@ -60,7 +60,7 @@ class Setting:
         return int(self.epochs / self.q)
 
     def moments(self, rounds: int) -> float:
-        """ε of rounds at σ as the paper computes it."""
+        """Return ε of rounds at σ by the paper's method."""
         rdp = composed_rdp({(self.q, self.sigma): rounds}, DEFAULT_ORDERS)
         return epsilon_from_rdp_2016(DEFAULT_ORDERS, rdp, self.delta)
 
@@ -79,7 +79,7 @@ class Setting:
         )
 
     def epsilon(self, z: float) -> float:
-        """The upper end of what all rounds really cost."""
+        """Return the upper end of the exact cost of all rounds."""
         return tightest_epsilon(poisson_pairs({(self.q, z): self.rounds}), self.delta)[1]
 
 
@@ -89,22 +89,22 @@ class Arm:
 
     name: str
     noise_multiplier: float
-    epsilon: float  # what all rounds really cost
+    epsilon: float  # exact cost of all rounds
 
 
 @dataclass(frozen=True)
 class Trained:
-    """One run of an arm; lists are by evaluation, one an epoch."""
+    """One run of an arm; tuples have an entry for each evaluation, once per epoch."""
 
     arm: Arm
     seed: int
     epochs: tuple[float, ...]
-    epsilon: tuple[float, ...]  # really spent until then
+    epsilon: tuple[float, ...]  # exact cost so far
     accuracy: tuple[float, ...]  # on held-out rows
 
 
 def mnist(examples: int) -> fedpriv.Population:
-    """So many of MNIST's training images, each a user; its test images are held out."""
+    """Return `examples` of MNIST's training images, each a user; its test images are held out."""
     writers = load_mnist_writers()
     x, y = (writers.users.fields[name] for name in ("x", "y"))
     rows = np.sort(np.random.default_rng(0).permutation(len(x))[:examples])
@@ -127,7 +127,7 @@ def noisy_sgd(
     """Train on examples with the noise of an arm, and evaluate after each epoch."""
     clipping = fedpriv.Flat(setting.clipping_norm)
     mechanism = fedpriv.Mechanism.poisson(q=setting.q, clipping=clipping, contributors_share=0.0)
-    # A little more than it costs, so that no rounding ends the last round.
+    # Slightly above the cost, so that rounding cannot prevent the last round.
     budget = arm.epsilon * (1 + 1e-6)
     return fedpriv.simulate(
         people,
@@ -155,8 +155,8 @@ def train(
 ) -> list[Trained]:
     """Train all arms.
 
-    All arms of a seed start with one model, draw the same lots, and the same noise but for its
-    scale: their differences vary less than they do.
+    All arms of a seed start with the same model, and draw the same lots and the same noise up to
+    its scale, so that their differences vary less than the accuracies themselves.
     """
     trained = []
     for seed, arm in product(range(seeds), setting.arms):
@@ -173,7 +173,7 @@ def train(
 
 
 def results_table(setting: Setting, runs: Sequence[Trained]) -> Table:
-    """One row for each arm: what it costs, and how well it does."""
+    """Return a table with a row for each arm: its cost and its accuracy."""
     rows = []
     last = {(run.arm, run.seed): run.accuracy[-1] for run in runs}
     seeds = sorted({run.seed for run in runs})
@@ -190,7 +190,7 @@ def results_table(setting: Setting, runs: Sequence[Trained]) -> Table:
 
 
 def figure(setting: Setting, runs: Sequence[Trained]) -> Chart:
-    """Accuracy over epochs, means of the seeds."""
+    """Return a chart of accuracy over epochs, in means over seeds."""
     series = []
     for arm in setting.arms:
         curves = np.array([run.accuracy for run in runs if run.arm == arm])
