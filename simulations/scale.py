@@ -289,9 +289,9 @@ def rounds_on(store: Path, cohort: int, rounds: int, *, large: bool) -> Rounds:
     return Rounds(users.population, cohort, size, wall_times[1:], cpu, peak)
 
 
-def of_data(folder: Path, users: int, small_users: int, cohort: int, rounds: int) -> list[Rounds]:
+def of_data(folder: Path, users: int, fewer: int, cohort: int, rounds: int) -> list[Rounds]:
     """Run rounds of a small population, and the same number of one with much data."""
-    stores = {folder / "small": small_users, folder / "large": users}
+    stores = {folder / "small": fewer, folder / "large": users}
     for store, count in stores.items():
         apart(_save, store, count, *_MANY)
     return [apart(rounds_on, store, cohort, rounds, large=True) for store in stores]
