@@ -130,12 +130,12 @@ class Journal(InFile):
         with _refusing(), self.database.transaction():
             if self.answered(population_name, attempt):
                 return "this attempt was answered before"
-            if (why := objection()) is None:
+            if (reason := objection()) is None:
                 self.database.write(_RECORD_EVENT, {"event": event, "text": text})
                 key = population_name, attempt.run, attempt.round, attempt.attempt
                 row = *key, event, offer.price.part, offer.users.size, 0, _text(now)
                 self.database.write("INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
-        return why
+        return reason
 
     def populations(self) -> frozenset[str]:
         """Return the names of all populations in the journal."""
@@ -186,12 +186,12 @@ class Journal(InFile):
         with _refusing(), self.database.transaction():
             if part:
                 self.database.write(f"DELETE FROM asked {condition} <> (?, ?)", (*of_run, *key))
-            asked: dict[int, list[NDArray[np.int64]]] = {}  # by part
+            users_by_part: dict[int, list[NDArray[np.int64]]] = {}  # by part
             query = f"SELECT part, users FROM asked {condition} = (?, ?) AND part <> ?"
             for other_part, blob in self.database.read(query, (*of_run, *key, part)):
-                asked.setdefault(other_part, []).append(np.frombuffer(blob, "<i8"))
+                users_by_part.setdefault(other_part, []).append(np.frombuffer(blob, "<i8"))
             participations, schedule = np.ones(users.size, np.int64), series.schedule
-            for other_part, vectors in asked.items():
+            for other_part, vectors in users_by_part.items():
                 repeated = np.isin(users, np.concatenate(vectors))
                 participations += repeated
                 if repeated.any() and abs(other_part - part) < schedule.separation:
@@ -254,8 +254,8 @@ class Journal(InFile):
         with _refusing(), self.database.transaction():
             former_id = self.remembered(population_name).ledger_id
             if former_id not in (None, ledger_id):
-                other = f"population {population_name!r} has the ledger {former_id}"
-                raise InvalidValueError(f"{other}, not {ledger_id}")
+                sentence = f"population {population_name!r} has the ledger {former_id}"
+                raise InvalidValueError(f"{sentence}, not {ledger_id}")
             if former_id is None:
                 delete = "DELETE FROM ledgers WHERE population_name = ?"
                 self.database.write(delete, (population_name,))

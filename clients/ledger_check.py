@@ -87,9 +87,9 @@ def examine(
 
 
 def _set_back(head: Head) -> UntrustedLedgerError:
-    former = f"its former head of {head.count} charges with hash {head.hash}"
+    head_text = f"its former head of {head.count} charges with hash {head.hash}"
     return UntrustedLedgerError(
-        f"the ledger does not contain {former}: it was set back or rewritten"
+        f"the ledger does not contain {head_text}: it was set back or rewritten"
     )
 
 
@@ -187,7 +187,7 @@ def drawn_too_often(
     It applies to one check; over T rounds, a false alarm is at most T times as probable. Nothing is
     tested if every user takes part, or if the journal counts (`admit`).
     """
-    trials, asked, mean = Counter[int](), Counter[int](), defaultdict[int, float](float)
+    trials, draws, mean = Counter[int](), Counter[int](), defaultdict[int, float](float)
     chances = [(row.event, row.part) for row in rows]
     chances += [(part.event, part.part) for part in unpaid(rows, taken_part)]
     for event, number in chances:
@@ -198,9 +198,9 @@ def drawn_too_often(
             mean[_binade(sampling)] += users * sampling.sampling_probability
     for part in taken_part:
         if _tosses_coins(part.event):
-            asked[_binade(part.event.sampling)] += part.asked
-    level = _IMPROBABLE / max(1, len(asked))
-    return any(tail(k, trials[group], mean[group]) < level for group, k in asked.items())
+            draws[_binade(part.event.sampling)] += part.asked
+    level = _IMPROBABLE / max(1, len(draws))
+    return any(tail(k, trials[group], mean[group]) < level for group, k in draws.items())
 
 
 def tail(asked: int, trials: int, mean: float) -> float:
@@ -245,16 +245,16 @@ def _unless_seeded(rows: Iterable[ChargedRow], loss: PrivacyLoss) -> float:
 
 def _fits(row: ChargedRow, part: TakenPart) -> bool:
     """Return whether a charge pays for an offer: by the same attempt or a later one, as offered."""
-    charged, offered = row.event, part.event
-    if (row.attempt, row.part, charged) == (part.attempt, part.part, offered):
+    charge, offer = row.event, part.event
+    if (row.attempt, row.part, charge) == (part.attempt, part.part, offer):
         return True  # the usual case, without copies
     # A server that lost its progress, such as after a restore, pays again for a later attempt.
     pays_anew = row.pays and row.attempt > part.attempt
     return (
         row.attempt >= part.attempt
         and (row.part == part.part or pays_anew)
-        and _kind(charged) == _kind(offered)
-        and math.isclose(charged.noise_multiplier, offered.noise_multiplier, rel_tol=_ROUNDING)
+        and _kind(charge) == _kind(offer)
+        and math.isclose(charge.noise_multiplier, offer.noise_multiplier, rel_tol=_ROUNDING)
     )
 
 
@@ -538,8 +538,8 @@ class OfferPolicy:
     def _objection_at(self, now: datetime, welcome: Welcome) -> str | None:
         """Return why the node sends no sum now, given the sums it has sent, or None."""
         today = self.journal.answers_since(now - _DAY)
-        if why := self._objection_to_population(welcome) or self.consent.objection_today(today):
-            return why
+        if reason := self._objection_to_population(welcome) or self.consent.objection_today(today):
+            return reason
         outstanding = self.journal.outstanding(welcome.population_name)
         if self.verifier is None or outstanding < _MOST_OUTSTANDING:
             return None
@@ -580,8 +580,8 @@ class OfferPolicy:
             try:
                 delta = self.consent.delta_for(welcome.population)
                 examined = await self.verifier.examined(welcome, delta, offer)
-                if late := charged_already(examined, offer):
-                    return late
+                if reason := charged_already(examined, offer):
+                    return reason
                 epsilon = await self.verifier.within_time(partial(price_with, examined, offer))
             except DISBELIEF as error:
                 _log.error("the ledger cannot be believed: %.400s", error)

@@ -272,8 +272,8 @@ class OfferHandler:
             else:
                 _log.info("%s: answered after %.1f s", name, loop.time() - began)
                 if answer.users and not answer.total.any():
-                    why = "all updates of the users are NaN, infinite or zero; look at their data"
-                    _log.warning("%s: %s", name, why)
+                    text = "all updates of the users are NaN, infinite or zero; look at their data"
+                    _log.warning("%s: %s", name, text)
 
     async def _send(self, offer: RoundOffer, answer: PartialSum | Decline) -> Receipt:
         return await persist(lambda: self.server.upload(offer.id, answer), self.backoff)
@@ -394,8 +394,8 @@ class Membership:
 
     async def _warn_daily(self) -> None:
         while (end := self._certificate_end) is not None:
-            if why := expiry(end, datetime.now(UTC)):
-                trouble(_log, self._hello.node, "certificate", why)
+            if reason := expiry(end, datetime.now(UTC)):
+                trouble(_log, self._hello.node, "certificate", reason)
             await asyncio.sleep(_DAY_SECONDS)
 
     async def _connection(self) -> tuple[bool, bool]:
@@ -412,11 +412,11 @@ class Membership:
                         await self._begin(self._prepared, message, votes)
         except grpc.aio.AioRpcError as error:
             self._check_recoverable(error, replaced)
-            why = f"no connection: {error.code().name} ({error.details()!r})"
+            reason = f"no connection: {error.code().name} ({error.details()!r})"
             if self._replaced:
-                _log.info(why)
+                _log.info(reason)
             else:
-                self._warn(why)
+                self._warn(reason)
             return welcomed, False
         except _CannotTakePartError as error:
             self._warn(str(error))

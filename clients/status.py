@@ -148,10 +148,10 @@ def show_sites(folder: Path, *, as_json: bool) -> None:
     rows = [_row(name, site, now, "?" if silent > _SILENT else "now") for name, site in sites]
     print_table(Rows(caption, columns, rows), console)
     for name, site in sites:
-        for what, last in sorted(site.last.items(), key=lambda item: item[1].time, reverse=True):
-            console.print(f"{name}, {_ago(now - last.time)} ago: {what}: {one_line(last.why)}")
-        if site.certificate_end is not None and (why := expiry(site.certificate_end, now)):
-            console.print(f"{name}: {Trouble.CERTIFICATE}: {why}")
+        for trouble, last in sorted(site.last.items(), key=lambda item: item[1].time, reverse=True):
+            console.print(f"{name}, {_ago(now - last.time)} ago: {trouble}: {one_line(last.why)}")
+        if site.certificate_end is not None and (reason := expiry(site.certificate_end, now)):
+            console.print(f"{name}: {Trouble.CERTIFICATE}: {reason}")
     end = table.server_certificate_end
     console.print(
         f"the server's certificate ends {_day(end)}; as of {table.written:%Y-%m-%d %H:%M:%S UTC}"

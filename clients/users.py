@@ -178,8 +178,8 @@ def enrolment_toml(
         if node in tables:
             raise InvalidValueError(f"node {node!r} is given twice; each of the data is of its own")
         users = hosted_users(source, id_key)
-        for why in [*users.broken.values()][:1]:
-            _log.warning("users of %s who count as zero: %d; %s", source, len(users.broken), why)
+        for reason in [*users.broken.values()][:1]:
+            _log.warning("users of %s who count as zero: %d; %s", source, len(users.broken), reason)
         ids = [users.id_of(user) for user in range(users.population)]
         for user in ids:
             check_user_id(user, f"a user of {source!r}")

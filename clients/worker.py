@@ -254,11 +254,11 @@ class Process:
 def _blocked_signals() -> Iterator[None]:
     """Block signals for a process that is started within, until it ignores them itself."""
     resource_tracker.ensure_running()  # otherwise it would start within, and unblock them
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_PARENT)
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_PARENT)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 def _enter(channel: socket.socket, parent: int) -> None:
@@ -382,8 +382,8 @@ class Worker:
         async with self._alone():
             if self._welcome is None:
                 return
-            what = "users cannot train as the server proposes"
-            self._learnt = cast(Learnt, await _within_reason(await self._ready(), proposal, what))
+            fault = "users cannot train as the server proposes"
+            self._learnt = cast(Learnt, await _within_reason(await self._ready(), proposal, fault))
             self._kinds.add(kind)
 
     async def _trained(self, request: RoundRequest, deadline: float) -> PartialSum | None:
@@ -469,8 +469,8 @@ async def _load(process: Process, settings: HostSettings) -> Loaded:
 
 
 async def _prepare(process: Process, welcome: Welcome) -> Built:
-    what = f"the task with model {welcome.task.model!r} cannot be built"
-    return cast(Built, await _within_reason(process, welcome, what))
+    fault = f"the task with model {welcome.task.model!r} cannot be built"
+    return cast(Built, await _within_reason(process, welcome, fault))
 
 
 async def _within_reason(process: Process, message: object, what: str) -> object:

@@ -286,8 +286,8 @@ class Authentication:
 
     def slowed(self, peer: Peer) -> None:
         """Record that a peer sends more than its allowance."""
-        why = "it sends too much that is no message; it is slowed"
-        self.sites.trouble(peer.node, Trouble.CALL, why)
+        reason = "it sends too much that is no message; it is slowed"
+        self.sites.trouble(peer.node, Trouble.CALL, reason)
 
     def check(self, context: Context) -> None:
         """Raise RefusedCallError unless an admitted caller still identifies as the same node."""

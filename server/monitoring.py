@@ -92,8 +92,8 @@ class Sites:
             ends[node] = site.certificate_end
             since = max(site.last_seen or self._began, self._began)
             if not site.connected and now - since >= _AWAY:
-                why = f"not connected since {since:%Y-%m-%d %H:%M UTC}"
-                self._log_at_most_every(_DAY, node, Trouble.AWAY, why)
+                reason = f"not connected since {since:%Y-%m-%d %H:%M UTC}"
+                self._log_at_most_every(_DAY, node, Trouble.AWAY, reason)
         for name, certificate_end in ends.items():
             if certificate_end is not None and (notice := expiry(certificate_end, now)):
                 self._log_at_most_every(_DAY, name, Trouble.CERTIFICATE, notice)
@@ -222,9 +222,9 @@ class Metrics:
             ("troubles", _TROUBLES, "node what", self.sites.troubles()),
         ]
         if status is not None:  # an unknown ε is not shown as 0
-            newest = "Number of the newest round, from 1; 0 before the first."
+            description_of_round = "Number of the newest round, from 1; 0 before the first."
             states: _Numbers = {(state,): state is status.state for state in RunState}
-            families.append(("round", newest, "", {(): status.round}))
+            families.append(("round", description_of_round, "", {(): status.round}))
             families.append(("epsilon", "User-level ε spent so far.", "", {(): status.epsilon}))
             families.append(("state", "1 for what the server does.", "state", states))
         for name, description, labels, numbers in families:

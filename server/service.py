@@ -293,8 +293,8 @@ class Service:
             connection.tell(self.ballot)
         while (message := await connection.next(_RECHECK_SECONDS)) is not End.RUN_OVER:
             if isinstance(message, End):
-                newer, code = message is End.NEWER, grpc.StatusCode
-                raise RefusedCallError(code.ABORTED if newer else code.UNAVAILABLE, str(message))
+                is_newer, code = message is End.NEWER, grpc.StatusCode
+                raise RefusedCallError(code.ABORTED if is_newer else code.UNAVAILABLE, str(message))
             self.authentication.check(context)
             if votes.done():
                 votes.result()  # raises if a vote was refused, which ends the connection
@@ -328,9 +328,9 @@ class Service:
         if event.secure_sum is None and ballot.head is None:
             return replace(vote, countersignature=None)
         binding = binding_of(self.enrolment.population_id, vote.id, event, ballot.head)
-        expected = node, PUBLIC_BYTES if event.secure_sum else 0
+        identity = node, PUBLIC_BYTES if event.secure_sum else 0
         certificate = self.authentication.peer_certificate()
-        if signature is not None and (signature.node, len(signature.key)) == expected:
+        if signature is not None and (signature.node, len(signature.key)) == identity:
             with suppress(InvalidValueError):
                 if certificate_of(signature, binding) == certificate:
                     return replace(vote, countersignature=replace(signature, head=ballot.head))
@@ -349,8 +349,8 @@ class Service:
             sentence = "the node that says hello is not the one of the certificate"
             raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, sentence)
         if hello.users_sha256 != self._digests[node]:
-            why = "the node holds other users than are enrolled at it"
-            self.sites.trouble(node, Trouble.ENROLMENT, why)
+            reason = "the node holds other users than are enrolled at it"
+            self.sites.trouble(node, Trouble.ENROLMENT, reason)
             sentence = "the node holds other users than are enrolled at it"
             raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
 
@@ -440,8 +440,8 @@ class Service:
         async with self._ledgers.turn(NODE.get()):
             records = await asyncio.to_thread(self.ledger, head)
             if records is None:
-                why = "the node knows a head that the ledger never had"
-                self.sites.trouble(NODE.get(), Trouble.LEDGER, why)
+                reason = "the node knows a head that the ledger never had"
+                self.sites.trouble(NODE.get(), Trouble.LEDGER, reason)
                 await self._send(pb.FilePart(unknown=True), context)
                 return
             size, texts = records

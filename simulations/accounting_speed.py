@@ -96,7 +96,7 @@ def in_process(name: str, index: int, target: float, limit: float) -> Answer:
     command += ["--one", name, str(index), str(target)]
     one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     try:
-        process = subprocess.run(
+        finished = subprocess.run(
             command,
             capture_output=True,
             check=True,
@@ -105,7 +105,7 @@ def in_process(name: str, index: int, target: float, limit: float) -> Answer:
         )
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
         return Answer(low=0.0, up=math.inf, seconds=limit, mebibytes=math.inf)
-    answer: Answer = json.loads(process.stdout)
+    answer: Answer = json.loads(finished.stdout)
     return answer
 
 

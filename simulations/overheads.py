@@ -120,8 +120,8 @@ def main() -> None:
     for name, seconds in parts.items():
         share = seconds / parts["all"]
         print(f"{name:24} {1e3 * seconds / rounds:8.2f} ms a round {100 * share:6.1f} %")
-    beside = sum(parts[name] for name in BESIDE)
-    print(f"{', '.join(BESIDE)}: {100 * beside / parts['all']:.1f} %")
+    others = sum(parts[name] for name in BESIDE)
+    print(f"{', '.join(BESIDE)}: {100 * others / parts['all']:.1f} %")
 
 
 if __name__ == "__main__":

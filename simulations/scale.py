@@ -185,7 +185,7 @@ def measure(scale: Scale, folder: Path) -> Found:
             begun(f"{store.population}", store, small, scale.cohort, few_steps) for store in stores
         )
         triples = [(next(seconds_of_all), next(few), mebibytes()) for _ in range(scale.rounds + 1)]
-        seconds, seconds_of_fewer, taken = zip(*triples[1:], strict=True)
+        seconds, seconds_of_fewer, memory = zip(*triples[1:], strict=True)
         large_store = saved(folder / "streamed", scale.streamed, *_MANY)
         streamed = begun("streamed", large_store, large, scale.streamed, one_pass)
         streamed_seconds = next(streamed)
@@ -195,9 +195,9 @@ def measure(scale: Scale, folder: Path) -> Found:
         seconds=list(seconds),
         seconds_of_fewer=list(seconds_of_fewer),
         sampling_seconds=_sampling_seconds(scale),
-        peak_mebibytes=max(taken),
+        peak_mebibytes=max(memory),
         streamed_mebibytes=size / _MEBIBYTE,
-        streamed_peak_mebibytes=max(*taken, taken_by_stream),
+        streamed_peak_mebibytes=max(*memory, taken_by_stream),
         streamed_seconds=streamed_seconds,
     )
 
@@ -213,7 +213,7 @@ def _sampling_seconds(scale: Scale) -> float:
 
 
 def summary(found: Found) -> dict[str, float]:
-    """What was measured, in a few numbers."""
+    """Return a summary in a few numbers."""
     many, few = map(statistics.median, (found.seconds, found.seconds_of_fewer))
     return {
         "seconds of a round of the large population": many,

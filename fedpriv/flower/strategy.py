@@ -183,8 +183,8 @@ class PrivateStrategy(Strategy):
                 _evaluate(evaluate_fn, state.round, result)
                 contributors = contributors.with_round(released, plan.sampling.event())
                 if contributors.too_few and not keep_going:
-                    why = contributors.why_ended("users", state.round, num_rounds)
-                    _log.error("%s; the guarantee is the budget of ε = %s", why, budget.epsilon)
+                    reason = contributors.why_ended("users", state.round, num_rounds)
+                    _log.error("%s; the guarantee is the budget of ε = %s", reason, budget.epsilon)
                     return result
         if state.round < num_rounds:
             _log.warning("stopped after %d of %d rounds: %s", state.round, num_rounds, Stop.BUDGET)
@@ -294,25 +294,25 @@ class NodesTransport(Transport):
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         """Yield the partial sum of each node that has drawn users, as replies arrive."""
-        clipping, drawn = request.clipping, self._drawn(request.users)
+        clipping, users_of = request.clipping, self._drawn(request.users)
         arrays, tensors = self.model.record(request.parameters), self.model.sent(request.parameters)
         config = ConfigRecord({**self.config, "server-round": request.round})
 
         def messages() -> Iterator[Message]:
-            for node, users in drawn.items():
+            for node, users in users_of.items():
                 content = flower_messages.asking(clipping, users)
                 content[_ARRAYS], content[_CONFIG] = arrays, config
                 yield Message(content, node, MessageType.TRAIN, ttl=self.seconds)
 
-        deadline, never = time.monotonic() + self.seconds, threading.Event()
-        with closing(flower_messages.exchange(self.grid, messages(), deadline, never)) as replies:
+        deadline, no_stop = time.monotonic() + self.seconds, threading.Event()
+        with closing(flower_messages.exchange(self.grid, messages(), deadline, no_stop)) as replies:
             for node, reply in replies:
                 try:
                     total = self._total(clipping, tensors, node, reply)
                 except WireError as error:  # that a node was drawn is secret: it is not named
                     _log.warning("a reply counts as zero: %s", one_line(str(error)))
                     continue
-                users = drawn[node].size
+                users = users_of[node].size
                 yield PartialSum(str(node), users, total, users * clipping.weight_cap)
 
     def _drawn(self, users: npt.NDArray[np.int64]) -> dict[int, npt.NDArray[np.int64]]:

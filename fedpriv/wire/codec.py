@@ -179,8 +179,8 @@ class Codec(Generic[Value, Kind]):
                 at_most(f"{name} in {self.what}", len(content), limit or MAX_TENSORS)
                 limit = MAX_NAME
             if texts and isinstance(texts[0], str):
-                longest = max(map(len, texts))
-                at_most(f"characters in {name} of {self.what}", longest, limit or MAX_NAME)
+                longest_length = max(map(len, texts))
+                at_most(f"characters in {name} of {self.what}", longest_length, limit or MAX_NAME)
         self.check(message)
         check_size(self.what, message, NODE_RECEIVES_BYTES)
 

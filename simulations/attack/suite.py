@@ -177,7 +177,7 @@ class Finding:
 
 def attack(
     target: AttackedPlan,
-    kept: KeptPopulation,
+    population: KeptPopulation,
     runs: int,
     *,
     entropies: Entropies = lambda _: OperatingSystemEntropy(),
@@ -191,9 +191,9 @@ def attack(
     if runs < _FEWEST_RUNS:
         raise InvalidValueError(f"runs is {runs}; it must be at least {_FEWEST_RUNS}")
     try:
-        pair = kept.pair(target.crowd)
+        pair = population.pair(target.crowd)
     except UnfitError as error:
-        return Finding(kept, unfit=str(error))
+        return Finding(population, unfit=str(error))
     places, honest = _places(target, pair), target.transport(pair.with_one)
     worlds = target.transport(pair.without), pair.carried(honest, places[-1])
     enemy = Enemy(target.plan, target.start, worlds[1], places)
@@ -205,7 +205,7 @@ def attack(
             yield target.run(world, entropies(number))
             on_run()
 
-    def told(distinguisher: Distinguisher, world: Transport) -> Numbers:
+    def numbers_of(distinguisher: Distinguisher, world: Transport) -> Numbers:
         return np.array([distinguisher(run) for run in released(world, certifying_runs)])
 
     # Thousands of runs train users that fail on purpose. In models this small, several threads
@@ -230,12 +230,12 @@ def attack(
             for without_user, with_user in zip(*columns, strict=True)
         ]
         chosen = max(range(len(every)), key=lambda at: tests[at][0])
-        final = [told(every[chosen], world) for world in worlds]
+        final = [numbers_of(every[chosen], world) for world in worlds]
     for world in worlds:
         world.release_resources()
     ledger = epsilon_of(paid_events(trial.charges), delta).epsilon
     certificate = certify(tests[chosen][1], final[0], final[1], delta)
-    return Finding(kept, ledger, certificate, every[chosen].name)
+    return Finding(population, ledger, certificate, every[chosen].name)
 
 
 def certifying(runs: int) -> int:

@@ -94,7 +94,7 @@ def private(contest: Contest, model: nn.Module, turn: Turn) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
 
-        def told(_: object) -> None:
+        def report(_: object) -> None:
             files = [*Path(folder).glob("run/checkpoints/*")]
             turn(max((file.stat().st_size for file in files), default=0) / 2**20)
 
@@ -105,7 +105,7 @@ def private(contest: Contest, model: nn.Module, turn: Turn) -> None:
             local=fedpriv.SGD(RATE, batch_size=contest.batch, epochs=1),
             server=fedpriv.FedAvg(1.0),
             out=f"{folder}/run",
-            trackers=[told],
+            trackers=[report],
             evaluate_every=rounds,
             quiet=True,
         )

@@ -68,7 +68,7 @@ class Pipe(Protocol):
         """Send the result of a turn."""
 
 
-class _Kept:
+class _Recorder:
     """An end of a pipe that adds the process's memory and our engine's log to each result."""
 
     def __init__(self, pipe: Connection) -> None:
@@ -157,7 +157,7 @@ def main(name: str, work: str, device: str, threads: str, end: str) -> None:
     import_module("torch._dynamo")  # otherwise torch imports it at the first gradient
     # Otherwise only some contestants would round to TF32, and sums would differ.
     with Connection(int(end)) as pipe, tf32(allowed=False):
-        recorder, clock_before = _Kept(pipe), clock()
+        recorder, clock_before = _Recorder(pipe), clock()
 
         def use(train: Train) -> None:
             serve(recorder, train, between(clock_before, clock()), clock)
