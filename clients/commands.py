@@ -10,8 +10,8 @@ from fedpriv.support.importing import split_path
 from fedpriv.support.logs import LogFormat, configure
 
 
-def _option(text: str, *names: str, default: bool | str = False, **more: Any) -> Any:
-    return typer.Option(*names, help=text, show_default=default, **more)
+def _option(text: str, *names: str, default: bool | str = False, **keywords: Any) -> Any:
+    return typer.Option(*names, help=text, show_default=default, **keywords)
 
 
 Server = Annotated[str, _option("HOST:PORT of the server")]
@@ -22,7 +22,7 @@ IdKey = Annotated[
 ]
 _LINES_PER_MINUTE = 120  # of each level, so that a server cannot flood a node's log
 _HALF = "half of this machine's, on a CPU"
-_OWN_MEBIBYTES = 4096  # that messages, ledger and models may take beside training
+_OWN_MEBIBYTES = 4096  # for messages, ledger and models, in addition to training
 _USERS = "users' data: a folder, a file or package.module:function"
 
 
@@ -61,17 +61,17 @@ def join(
         str, _option("of the model while it trains: float32, tf32 or bfloat16", default=True)
     ] = "float32",
     processes: Annotated[
-        int | None, _option("users train side by side, on a CPU", min=1, default="one per thread")
+        int | None, _option("in which users train, on a CPU", min=1, default="one per thread")
     ] = None,
-    once: Annotated[bool, _option("leave when the run is over", "--once")] = False,
+    once: Annotated[bool, _option("exit when the run is over", "--once")] = False,
     review: Annotated[
-        bool, _option("print the task that the server proposes and its hash, and leave", "--review")
+        bool, _option("print the task that the server proposes and its hash, and exit", "--review")
     ] = False,
     log_format: Annotated[
         LogFormat, _option("of the log, on stderr", "--log-format", default=True)
     ] = LogFormat.TEXT,
 ) -> None:
-    """Take part with the users whose data are on this machine, which their data never leave."""
+    """Take part with the users on this machine; their data never leave it."""
     configure(log_format, _LINES_PER_MINUTE)
     from fedpriv.clients.users import is_file
 
@@ -82,8 +82,8 @@ def join(
     from fedpriv.clients.worker import HostSettings
 
     host = HostSettings(users, device, memory, activations, processes, id_key)
-    more = consent, verify_ledger, state, tuple(trust or ()), once, _OWN_MEBIBYTES
-    settings = membership.NodeSettings(server, host, certificates, node, *more)
+    options = consent, verify_ledger, state, tuple(trust or ()), once, _OWN_MEBIBYTES
+    settings = membership.NodeSettings(server, host, certificates, node, *options)
     (membership.review if review else membership.join)(settings)
 
 
@@ -99,7 +99,7 @@ def status(
     """Show where a run stands: ask its server as a node, or read its sites as the operator.
 
     A node learns the round, the ε spent and left, and the number of connected nodes. The actions of
-    each site are secret, and are stored in the run's folder.
+    each site are secret; only the run's folder has them.
     """
     if (folder is None) == (server is None):
         raise InvalidValueError("exactly one of FOLDER and --server must be given")
@@ -164,4 +164,4 @@ def id_key(file: Annotated[Path, typer.Argument(help="the file to write")]) -> N
     from fedpriv.clients.users import make_id_key
 
     make_id_key(file)
-    typer.echo(f"{file}: give it to the other sites by a safe way, and never to the server")
+    typer.echo(f"{file}: give it to the other sites over a secure channel, never to the server")

@@ -64,7 +64,7 @@ class Backoff:
     draw: Callable[[float, float], float] = random.uniform
 
     def wait(self, failures: int = _LARGEST_EXPONENT) -> float:
-        """Draw seconds to wait after so many failures in a row, from 0; by default, up to `cap`."""
+        """Draw seconds to wait after `failures` failures in a row; by default, up to `cap`."""
         return self.draw(0.0, min(self.cap, self.base * 2.0 ** min(failures, _LARGEST_EXPONENT)))
 
 
@@ -175,11 +175,11 @@ class FederationStub:
 
         Messages of unknown kinds are skipped. WireError: one of a known kind has an unknown field.
         """
-        welcomed, first = False, pb.FromNode(hello=wire.HELLO.encode(hello))
+        welcomed, hello_message = False, pb.FromNode(hello=wire.HELLO.encode(hello))
         call = self.channel.stream_stream(f"/{SERVICE}/Connect")(metadata=self.metadata)
 
         async def send() -> None:
-            await call.write(first.SerializeToString())
+            await call.write(hello_message.SerializeToString())
             while True:
                 vote = wire.VOTE.encode(await votes.get())
                 await call.write(pb.FromNode(vote=vote).SerializeToString())
@@ -271,17 +271,17 @@ class FederationStub:
         return wire.STATUS.decode(wire.parse(pb.Status, data, wire.NODE_RECEIVES_BYTES))
 
     async def _file(self, what: str, request: Message, most: int) -> npt.NDArray[np.uint8] | None:
-        """Return the bytes of a file of at most `most` bytes; None if the server says unknown.
+        """Return the bytes of a file of at most `most` bytes; None if the server lacks it.
 
         WireError: the size is not as declared.
         """
         async with aclosing(self._responses(f"Fetch{what.title()}", request, pb.FilePart)) as parts:
-            first = await anext(parts, pb.FilePart())
-            if first.unknown:
+            first_part = await anext(parts, pb.FilePart())
+            if first_part.unknown:
                 return None
-            if first.WhichOneof("part") != "size":
+            if first_part.WhichOneof("part") != "size":
                 raise WireError(f"the server does not say how long its {what} is")
-            assembler = wire.Assembler(first.size, most)
+            assembler = wire.Assembler(first_part.size, most)
             async for part in parts:
                 assembler.add(part.chunk)  # an absent chunk is empty, and is refused
             return assembler.finish()

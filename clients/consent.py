@@ -52,8 +52,8 @@ class Consent(Section):
     @model_validator(mode="after")
     def _check_delta(self) -> Self:
         if self.total_epsilon is not None and self.delta is None:
-            absent = f"total_epsilon is {self.total_epsilon} without a delta"
-            raise ValueError(f"{absent}; an ε says nothing without its δ, so delta must be given")
+            setting = f"total_epsilon is {self.total_epsilon} without a delta"
+            raise ValueError(f"{setting}; an ε says nothing without its δ, so delta must be given")
         return self
 
     @classmethod
@@ -79,9 +79,9 @@ class Consent(Section):
 
     def objection_to_settings(self, welcome: Welcome, terms: Terms) -> str | None:
         """Return why the node does not train by these settings in this run, or None."""
-        if self.tasks is None or (found := task_hash(welcome, terms)) in self.tasks:
+        if self.tasks is None or (digest := task_hash(welcome, terms)) in self.tasks:
             return _unlisted("run", terms.id.run, self.runs)
-        return f"the task has the hash {found}; this node's consent does not name it"
+        return f"the task has the hash {digest}; this node's consent does not name it"
 
     def objection_to_population(self, name: str, joined: Set[str]) -> str | None:
         """Return why the node takes no part in this population, in one sentence, or None.
@@ -91,8 +91,8 @@ class Consent(Section):
         """
         if self.populations is not None:
             return _unlisted("population", name, self.populations)
-        others = "the node knows another and consents to no more"
-        return None if joined <= {name} else f"the population is {name!r}; {others}"
+        refusal = "the node knows another and consents to no more"
+        return None if joined <= {name} else f"the population is {name!r}; {refusal}"
 
     def objection_to_nodes(self, welcome: Welcome, offer: Terms) -> str | None:
         """Return why the node does not take part with these nodes, in one sentence, or None."""
@@ -106,13 +106,13 @@ class Consent(Section):
             return f"the enrolment of all nodes has the digest {digest}; {consents}"
         if users != event.sampling.population:
             return f"the enrolment has {users} users; N is {event.sampling.population}"
-        if secure.colluding < (least := self.least_colluding_nodes):
-            consents = f"this node consents to {least} or more"
+        if secure.colluding < (minimum := self.least_colluding_nodes):
+            consents = f"this node consents to {minimum} or more"
             return f"{secure.colluding} nodes may collude with the server; {consents}"
         return None
 
     def objection_today(self, answers: int) -> str | None:
-        """Return why the node sends no sum after so many in a day, in one sentence, or None."""
+        """Return why the node sends no sum after `answers` in a day, in one sentence, or None."""
         limit = self.most_rounds_per_day
         if limit is not None and not answers < limit:
             return f"the node gives no more sums today; it consents to at most {limit} in a day"
@@ -127,15 +127,15 @@ class Consent(Section):
         `epsilon_after` is ε at `delta` of all charges and this round, computed by the node from the
         ledger. Without it, the node believes the server's ε, if its δ is not larger.
         """
-        norm, largest = reach_of(offer), self.largest_clipping_norm
-        if largest is not None and not norm <= largest * (1.0 + _ROUNDING):
-            return f"the clipping norm is {norm}; this node consents to at most {largest}"
-        price, least = offer.price, self.least_noise_multiplier
+        norm, maximum = reach_of(offer), self.largest_clipping_norm
+        if maximum is not None and not norm <= maximum * (1.0 + _ROUNDING):
+            return f"the clipping norm is {norm}; this node consents to at most {maximum}"
+        price, minimum = offer.price, self.least_noise_multiplier
         # In the first round of a series; later rounds have at least as much noise (`RoundEvent`).
         noise = price.event.noise_multiplier / price.event.strategy[0]
-        if least is not None and not noise >= least * (1.0 - _ROUNDING):
-            return f"the noise multiplier is {noise}; this node consents to at least {least}"
-        if price.seeded and (least or self.total_epsilon is not None):
+        if minimum is not None and not noise >= minimum * (1.0 - _ROUNDING):
+            return f"the noise multiplier is {noise}; this node consents to at least {minimum}"
+        if price.seeded and (minimum or self.total_epsilon is not None):
             return "cohort and noise come from a seed; this node consents to secret noise"
         return self._objection_to_price(offer.price, epsilon_after)
 
@@ -146,16 +146,16 @@ class Consent(Section):
         if epsilon_after is None and not price.delta <= delta:
             consents = f"this node consents to ε at δ = {delta} or less"
             return f"ε is given at δ = {price.delta}; {consents}, as it has not read the ledger"
-        after = price.epsilon_after if epsilon_after is None else epsilon_after
-        if after <= total:
+        epsilon = price.epsilon_after if epsilon_after is None else epsilon_after
+        if epsilon <= total:
             return None
-        return f"ε would be {after}; this node consents to at most {total} at δ = {delta}"
+        return f"ε would be {epsilon}; this node consents to at most {total} at δ = {delta}"
 
 
-def _unlisted(what: str, name: str, patterns: Sequence[str] | None) -> str | None:
+def _unlisted(kind: str, name: str, patterns: Sequence[str] | None) -> str | None:
     if patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns):
         return None
-    return f"the {what} is {name!r}; this node consents to {patterns}"
+    return f"the {kind} is {name!r}; this node consents to {patterns}"
 
 
 def reach_of(offer: Terms) -> float:
@@ -175,7 +175,7 @@ def reach_of(offer: Terms) -> float:
 
 
 def described(welcome: Welcome, terms: Terms) -> dict[str, object]:
-    """Return everything that decides what users compute and send, as JSON values.
+    """Return everything that determines what users compute and send, as JSON values.
 
     The learning rate and the clipping norms are left out: they may change from round to round, and
     the norms have a limit of their own. Running statistics follow from the task: `unlike`.
@@ -250,20 +250,20 @@ def misfit(welcome: Welcome, offer: Terms) -> str | None:
 
 
 def unlike(task: Built, terms: Terms) -> str | None:
-    """Return why a round asks for other tensors than those of this node's task, or None.
+    """Return why a round's tensors differ from those of this node's task, or None.
 
-    So nothing is downloaded or summed that is larger than the task, but for metrics, which have at
-    most as many components as the task or 2²⁰. The indicator has one for each group (`Clipping`).
+    So nothing larger than the task is downloaded or summed, except metrics, which have at most as
+    many components as the task or 2²⁰. The indicator has one for each group (`Clipping`).
     """
-    own, asked = task.parameters, update_of(terms)
-    measured = sum(math.prod(metric.shape) for metric in terms.metrics)
-    most = max(own.dimension, _MOST_METRICS)
-    if measured > most:
-        return f"metrics have {measured} components; this node's task allows {most}"
-    update = dict(zip(own.names, own.shapes, strict=True))
+    task_layout, requested = task.parameters, update_of(terms)
+    metric_components = sum(math.prod(metric.shape) for metric in terms.metrics)
+    limit = max(task_layout.dimension, _MOST_METRICS)
+    if metric_components > limit:
+        return f"metrics have {metric_components} components; this node's task allows {limit}"
+    update = dict(zip(task_layout.names, task_layout.shapes, strict=True))
     if terms.local.control is not None:
         update |= {CONTROL_PREFIX + name: shape for name, shape in update.items()}
-    if differing := sorted({name for name, _ in asked.items() ^ update.items()}):
+    if differing := sorted({name for name, _ in requested.items() ^ update.items()}):
         count = f"{len(differing)} tensors, as {differing[0]!r}"
         return f"the update has {count}, that differ from those of this node's task"
     return None

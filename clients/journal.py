@@ -121,21 +121,21 @@ class Journal(InFile):
     ) -> str | None:
         """Record that an offer is answered, or return why it must not be, in one sentence.
 
-        It must not be if its attempt was recorded before, if `objection` returns a sentence or if
-        this raises. `objection` is called in the same transaction, so the journal cannot change in
-        between.
+        An offer must not be answered if its attempt was recorded before, or if `objection` returns
+        a sentence or this method raises. `objection` is called in the same transaction, so the
+        journal cannot change in between.
         """
         text, attempt = event_text(offer.price.event), offer.id
         event = hashlib.sha256(text.encode()).digest()
         with _refusing(), self.database.transaction():
             if self.answered(population_name, attempt):
                 return "this attempt was answered before"
-            if (why := objection()) is None:
+            if (reason := objection()) is None:
                 self.database.write(_RECORD_EVENT, {"event": event, "text": text})
                 key = population_name, attempt.run, attempt.round, attempt.attempt
                 row = *key, event, offer.price.part, offer.users.size, 0, _text(now)
                 self.database.write("INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
-        return why
+        return reason
 
     def populations(self) -> frozenset[str]:
         """Return the names of all populations in the journal."""
@@ -163,12 +163,12 @@ class Journal(InFile):
                 self.database.write(_SETTLE, key)
 
     def outstanding(self, population_name: str) -> int:
-        """Return how many answers no verified ledger has charged."""
+        """Return the number of answers that no verified ledger has charged."""
         sql = "SELECT count(*) FROM answers WHERE population_name = ? AND charged = 0"
         return int(self._read(sql, population_name)[0][0])
 
     def answers_since(self, moment: datetime) -> int:
-        """Return how many answers to all populations were recorded at this moment or later."""
+        """Return the number of answers to all populations recorded at this moment or later."""
         (row,) = self._read("SELECT count(*) FROM answers WHERE at >= ?", _text(moment))
         return int(row[0])
 
@@ -182,19 +182,19 @@ class Journal(InFile):
         series, which is charged by then, deletes the records of all other series of the run.
         """
         of_run, key = (population_name, series.run), (series.round, series.attempt)
-        where = "WHERE population_name = ? AND run = ? AND (round, attempt)"
+        condition = "WHERE population_name = ? AND run = ? AND (round, attempt)"
         with _refusing(), self.database.transaction():
             if part:
-                self.database.write(f"DELETE FROM asked {where} <> (?, ?)", (*of_run, *key))
-            asked: dict[int, list[NDArray[np.int64]]] = {}  # by part
-            query = f"SELECT part, users FROM asked {where} = (?, ?) AND part <> ?"
-            for other, blob in self.database.read(query, (*of_run, *key, part)):
-                asked.setdefault(other, []).append(np.frombuffer(blob, "<i8"))
+                self.database.write(f"DELETE FROM asked {condition} <> (?, ?)", (*of_run, *key))
+            users_by_part: dict[int, list[NDArray[np.int64]]] = {}  # by part
+            query = f"SELECT part, users FROM asked {condition} = (?, ?) AND part <> ?"
+            for other_part, blob in self.database.read(query, (*of_run, *key, part)):
+                users_by_part.setdefault(other_part, []).append(np.frombuffer(blob, "<i8"))
             participations, schedule = np.ones(users.size, np.int64), series.schedule
-            for other, vectors in asked.items():
+            for other_part, vectors in users_by_part.items():
                 repeated = np.isin(users, np.concatenate(vectors))
                 participations += repeated
-                if repeated.any() and abs(other - part) < schedule.separation:
+                if repeated.any() and abs(other_part - part) < schedule.separation:
                     return False
             if participations.max(initial=0) > schedule.participations:
                 return False
@@ -213,8 +213,8 @@ class Journal(InFile):
 
         The messages are kept as they were signed: `shown` to this node and `other` to another.
         """
-        first, second = wire.ROUND_ID.encode(attempt), wire.HEAD.encode(shown)
-        messages = first, second, wire.COUNTERSIGNATURE.encode(other)
+        attempt_message, head_message = wire.ROUND_ID.encode(attempt), wire.HEAD.encode(shown)
+        messages = attempt_message, head_message, wire.COUNTERSIGNATURE.encode(other)
         row = population_name, attempt.run, *(m.SerializeToString() for m in messages)
         with _refusing(), self.database.transaction():
             insert = "INSERT OR IGNORE INTO equivocations VALUES (?, ?, ?, ?, ?)"
@@ -226,7 +226,7 @@ class Journal(InFile):
         return bool(self._read(sql, population_name, run))
 
     def remembered(self, population_name: str) -> Remembered:
-        """Return all that the node remembers of a population, participations by run and round."""
+        """Return the node's memory of a population, with participations by run and round."""
         sql = "SELECT ledger_id, count, hash FROM ledgers WHERE population_name = ?"
         ledgers = self._read(sql, population_name)
         rows = self._read(_TAKEN_PART, population_name)  # before `events`, which contains theirs
@@ -252,11 +252,11 @@ class Journal(InFile):
         """
         names = {"ledger_id": ledger_id, "population_name": population_name}
         with _refusing(), self.database.transaction():
-            former = self.remembered(population_name).ledger_id
-            if former not in (None, ledger_id):
-                other = f"population {population_name!r} has the ledger {former}"
-                raise InvalidValueError(f"{other}, not {ledger_id}")
-            if former is None:
+            former_id = self.remembered(population_name).ledger_id
+            if former_id not in (None, ledger_id):
+                sentence = f"population {population_name!r} has the ledger {former_id}"
+                raise InvalidValueError(f"{sentence}, not {ledger_id}")
+            if former_id is None:
                 delete = "DELETE FROM ledgers WHERE population_name = ?"
                 self.database.write(delete, (population_name,))
             self.database.write(_REMEMBER, names | vars(head))

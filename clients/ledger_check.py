@@ -87,9 +87,9 @@ def examine(
 
 
 def _set_back(head: Head) -> UntrustedLedgerError:
-    former = f"its former head of {head.count} charges with hash {head.hash}"
+    head_text = f"its former head of {head.count} charges with hash {head.hash}"
     return UntrustedLedgerError(
-        f"the ledger does not contain {former}: it was set back or rewritten"
+        f"the ledger does not contain {head_text}: it was set back or rewritten"
     )
 
 
@@ -118,12 +118,12 @@ def confirm(examined: Examined, history: Remembered, offer: Terms | None = None)
     offered = [(part.run, part.round) for part in history.taken_part]
     if offer is not None:
         offered.append((offer.id.run, offer.id.round))
-    newest: dict[str, int] = {}  # number of the newest round by run
+    newest_round: dict[str, int] = {}  # number of the newest round by run
     for run, number in (*charges, *offered):
-        newest[run] = max(number, newest.get(run, 0))
+        newest_round[run] = max(number, newest_round.get(run, 0))
     for run in dict.fromkeys(run for run, _ in offered):
         # This ends at the first gap, so it takes at most one step per charge.
-        for number in range(1, newest[run]):
+        for number in range(1, newest_round[run]):
             if (run, number) not in charges:
                 raise UntrustedLedgerError(
                     f"round {number} of run {run!r} went on without a charge"
@@ -131,7 +131,7 @@ def confirm(examined: Examined, history: Remembered, offer: Terms | None = None)
     for part in history.taken_part:
         run, number, event = part.run, part.round, part.event
         rows = charges.get((run, number), [])
-        if number < newest[run] and not any(_fits(row, part) for row in rows):
+        if number < newest_round[run] and not any(_fits(row, part) for row in rows):
             raise UntrustedLedgerError(
                 f"attempt {part.attempt} at round {number} of run {run!r} was offered with "
                 f"{sampling_text(event.sampling)}, N = {event.sampling.population}, "
@@ -148,18 +148,18 @@ def unpaid(rows: Iterable[ChargedRow], taken_part: Iterable[TakenPart]) -> list[
     """Return the attempts whose sum is outstanding: no charge is left that pays for it.
 
     A charge pays for one sum of the node: of its own attempt, or of an earlier attempt at the round
-    that it replaced. So the node has sent at most as many more sums than there are charges as this
-    returns.
+    that it replaced. So the number of sums that the node has sent exceeds the number of charges by
+    at most the length of this list.
     """
     charges, outstanding = _by_round(rows), []
     # The later an attempt, the fewer charges pay for it.
     for part in sorted(taken_part, key=lambda part: part.attempt, reverse=True):
-        left = charges.get((part.run, part.round), [])
-        index = next((i for i, row in enumerate(left) if _fits(row, part)), None)
+        round_charges = charges.get((part.run, part.round), [])
+        index = next((i for i, row in enumerate(round_charges) if _fits(row, part)), None)
         if index is None:
             outstanding.append(part)
         else:
-            del left[index]
+            del round_charges[index]
     return outstanding
 
 
@@ -173,7 +173,7 @@ def _by_round(rows: Iterable[ChargedRow]) -> dict[tuple[str, int], list[ChargedR
 def drawn_too_often(
     rows: Sequence[ChargedRow], taken_part: Sequence[TakenPart], users: int
 ) -> bool:
-    """Return whether a node of so many users was asked more often than was charged.
+    """Return whether a node with this many users was asked more often than was charged.
 
     `taken_part` includes the present offer. A user has one trial in each attempt that was charged
     or is outstanding; with groups that take turns, in the first of each turn. By the event it is
@@ -184,11 +184,10 @@ def drawn_too_often(
     (Hoeffding 1956), and equal to it if all q are the same; for smaller k, neither is
     improbable. Events whose q is within a factor of two are tested together, so neither many
     different q nor charges at a larger q hide anything. The level is divided among these tests.
-    It is that of one look; a node that looks in T rounds raises a false alarm with T times that
-    probability at most. Where no user's chance is below 1, or the journal counts (`admit`), nothing
-    is tested.
+    It applies to one check; over T rounds, a false alarm is at most T times as probable. Nothing is
+    tested if every user takes part, or if the journal counts (`admit`).
     """
-    trials, asked, mean = Counter[int](), Counter[int](), defaultdict[int, float](float)
+    trials, draws, mean = Counter[int](), Counter[int](), defaultdict[int, float](float)
     chances = [(row.event, row.part) for row in rows]
     chances += [(part.event, part.part) for part in unpaid(rows, taken_part)]
     for event, number in chances:
@@ -199,9 +198,9 @@ def drawn_too_often(
             mean[_binade(sampling)] += users * sampling.sampling_probability
     for part in taken_part:
         if _tosses_coins(part.event):
-            asked[_binade(part.event.sampling)] += part.asked
-    level = _IMPROBABLE / max(1, len(asked))
-    return any(tail(k, trials[group], mean[group]) < level for group, k in asked.items())
+            draws[_binade(part.event.sampling)] += part.asked
+    level = _IMPROBABLE / max(1, len(draws))
+    return any(tail(k, trials[group], mean[group]) < level for group, k in draws.items())
 
 
 def tail(asked: int, trials: int, mean: float) -> float:
@@ -220,14 +219,14 @@ def _binade(sampling: events.SamplingEvent) -> int:
 
 
 def charged_already(examined: Examined, offer: Terms) -> str | None:
-    """Return that the attempt of an offer, or a later one, is charged, in one sentence, or None.
+    """Return a sentence if the attempt of an offer, or a later one, is charged; else None.
 
-    Either the node is late, or the server would release twice on one charge.
+    In that case the node is late, or the server would release twice on one charge.
     """
     if len(_before(examined.ledger.rows, offer)) == len(examined.ledger.rows):
         return None
-    what = f"attempt {offer.id.attempt} at round {offer.id.round} of run {offer.id.run!r}"
-    return f"{what}, or one after it, is charged already"
+    attempt = f"attempt {offer.id.attempt} at round {offer.id.round} of run {offer.id.run!r}"
+    return f"{attempt}, or one after it, is charged already"
 
 
 def price_with(examined: Examined, offer: Terms) -> float:
@@ -246,16 +245,16 @@ def _unless_seeded(rows: Iterable[ChargedRow], loss: PrivacyLoss) -> float:
 
 def _fits(row: ChargedRow, part: TakenPart) -> bool:
     """Return whether a charge pays for an offer: by the same attempt or a later one, as offered."""
-    charged, offered = row.event, part.event
-    if (row.attempt, row.part, charged) == (part.attempt, part.part, offered):
+    charge, offer = row.event, part.event
+    if (row.attempt, row.part, charge) == (part.attempt, part.part, offer):
         return True  # the usual case, without copies
     # A server that lost its progress, such as after a restore, pays again for a later attempt.
     pays_anew = row.pays and row.attempt > part.attempt
     return (
         row.attempt >= part.attempt
         and (row.part == part.part or pays_anew)
-        and _kind(charged) == _kind(offered)
-        and math.isclose(charged.noise_multiplier, offered.noise_multiplier, rel_tol=_ROUNDING)
+        and _kind(charge) == _kind(offer)
+        and math.isclose(charge.noise_multiplier, offer.noise_multiplier, rel_tol=_ROUNDING)
     )
 
 
@@ -281,23 +280,23 @@ def _paid(rows: Sequence[ChargedRow], offer: Terms) -> ChargedRow:
 
 def _check_offered_epsilon(examined: Examined, offer: Terms) -> None:
     """Raise UntrustedLedgerError if the offer omits charges of its run or understates ε."""
-    stated, delta, least = offer.price.epsilon_after, offer.price.delta, float("inf")
-    counted, rows = offer.price.charges, examined.ledger.rows
+    epsilon, delta, minimum = offer.price.epsilon_after, offer.price.delta, float("inf")
+    charges, rows = offer.price.charges, examined.ledger.rows
     if offer.head is not None and not examined.ledger.contains(offer.head.head):
         raise UntrustedLedgerError(f"the ledger does not contain the proposed {offer.head.head}")
-    if counted > len(rows):
+    if charges > len(rows):
         raise UntrustedLedgerError(
-            f"the offer counts {counted} charges; the ledger has {len(rows)}"
+            f"the offer counts {charges} charges; the ledger has {len(rows)}"
         )
-    for row in _before(rows, offer)[counted:]:
+    for row in _before(rows, offer)[charges:]:
         if row.run == offer.id.run:
-            raise UntrustedLedgerError(f"the offer counts {counted} charges and leaves out {row}")
+            raise UntrustedLedgerError(f"the offer counts {charges} charges and leaves out {row}")
     # At δ = 0, the Gaussian mechanism has no finite ε. A smaller δ only increases ε.
     if delta > 0.0:
-        least = _loss_with(rows[:counted], offer, max(delta, events.LEAST_DELTA)).epsilon_low
-    if not stated >= least * (1.0 - _UNDERSTATED):
-        cost = f"charges and offer cost at least {least}"
-        raise UntrustedLedgerError(f"the server says ε = {stated} at δ = {delta}, but {cost}")
+        minimum = _loss_with(rows[:charges], offer, max(delta, events.LEAST_DELTA)).epsilon_low
+    if not epsilon >= minimum * (1.0 - _UNDERSTATED):
+        cost = f"charges and offer cost at least {minimum}"
+        raise UntrustedLedgerError(f"the server says ε = {epsilon} at δ = {delta}, but {cost}")
 
 
 def _before(rows: Sequence[ChargedRow], offer: Terms) -> Sequence[ChargedRow]:
@@ -312,13 +311,13 @@ def _before(rows: Sequence[ChargedRow], offer: Terms) -> Sequence[ChargedRow]:
 
 def _loss_with(rows: Iterable[ChargedRow], offer: Terms, delta: float) -> PrivacyLoss:
     # A later part of an event was paid with the first.
-    more = [offer.price.event] if offer.price.part == 0 else []
-    return _loss(rows, delta, *more)
+    new_events = [offer.price.event] if offer.price.part == 0 else []
+    return _loss(rows, delta, *new_events)
 
 
-def _loss(rows: Iterable[ChargedRow], delta: float, *more: events.RoundEvent) -> PrivacyLoss:
+def _loss(rows: Iterable[ChargedRow], delta: float, *new_events: events.RoundEvent) -> PrivacyLoss:
     try:
-        loss = priced(events.merge_equal([*paid_events(rows), *more]), delta)
+        loss = priced(events.merge_equal([*paid_events(rows), *new_events]), delta)
     except UnsupportedEventError as error:
         raise UntrustedLedgerError(f"what the ledger charges has no ε: {error}") from error
     except InvalidValueError:  # the node's own δ is wrong
@@ -370,24 +369,24 @@ class LedgerVerifier:
 
         InvalidValueError as for `within_time`; AioRpcError if the ledger cannot be fetched.
         """
-        name, old = welcome.population_name, self._verified
+        name, copy = welcome.population_name, self._verified
         # Before the call: another process of the node may remember a newer head meanwhile.
         history = self.journal.remembered(name)
-        if old is not None and (old.population != name or history.head is None):
-            old = None
+        if copy is not None and (copy.population != name or history.head is None):
+            copy = None
         lines = await persist(
-            lambda: self.server.fetch_ledger(None if old is None else old.head), self.backoff
+            lambda: self.server.fetch_ledger(None if copy is None else copy.head), self.backoff
         )
         if lines is None:
-            raise _set_back(old.head) if old else UntrustedLedgerError("the server sends no ledger")
+            raise _set_back(copy.head) if copy else UntrustedLedgerError("the server has no ledger")
 
         def check() -> Examined:
-            examined = examine(ExportedLedger.read(lines, old), welcome, history, delta)
+            examined = examine(ExportedLedger.read(lines, copy), welcome, history, delta)
             self.journal.remember_head(examined.ledger.ledger_id, name, examined.ledger.head)
             confirm(examined, history, offer)
             outstanding = unpaid(examined.ledger.rows, history.taken_part)
-            paid = [p for p in history.taken_part if not p.charged and p not in outstanding]
-            self.journal.settle(name, paid)
+            paid_parts = [p for p in history.taken_part if not p.charged and p not in outstanding]
+            self.journal.settle(name, paid_parts)
             return examined
 
         examined = await self.within_time(check)
@@ -415,10 +414,10 @@ class LedgerVerifier:
         """Return whether the node's users are drawn too often; InvalidValueError as above."""
         rows, price = () if self._verified is None else self._verified.rows, offer.price
         key = offer.id.run, offer.id.round, offer.id.attempt
-        now = TakenPart(*key, price.event, price.part, offer.users.size)
+        part = TakenPart(*key, price.event, price.part, offer.users.size)
 
-        former = self.journal.remembered(population_name).taken_part
-        return await self.within_time(partial(drawn_too_often, rows, (*former, now), users))
+        parts = self.journal.remembered(population_name).taken_part
+        return await self.within_time(partial(drawn_too_often, rows, (*parts, part), users))
 
     def series_of(self, offer: RoundOffer) -> RoundSeries | None:
         """Return the series to which a checked offer belongs; None if its event is one round.
@@ -428,10 +427,10 @@ class LedgerVerifier:
         schedule = offer.price.event.sampling.schedule
         if schedule is None:
             return None
-        first: ChargedRow | RoundId = offer.id
+        first_attempt: ChargedRow | RoundId = offer.id
         if offer.price.part:
-            first = _paid(() if self._verified is None else self._verified.rows, offer)
-        return RoundSeries(offer.id.run, first.round, first.attempt, schedule)
+            first_attempt = _paid(() if self._verified is None else self._verified.rows, offer)
+        return RoundSeries(offer.id.run, first_attempt.round, first_attempt.attempt, schedule)
 
 
 @dataclass(eq=False)
@@ -449,10 +448,10 @@ class OfferPolicy:
           too soon, and the node's users are not drawn more often than the charged sampling
           explains, no matter which positions the server assigns to users.
         * If the server has a certificate, it signs the head of the ledger in each proposal, and the
-          node sends no sum if a node of the roster was shown another. Once that has happened, the
-          node takes no more part in the run, and its journal holds both signatures of the server.
+          node sends no sum if a node of the roster was shown another head. After that, the node
+          takes no more part in the run, and its journal holds both signatures of the server.
         * The vote on a proposal of an honest server does not depend on users, draws or earlier
-          answers. So what follows from these is said to offers only.
+          answers. Reasons that depend on these are given only in answers to offers.
     """
 
     journal: Journal
@@ -461,7 +460,7 @@ class OfferPolicy:
     id_digests: NDArray[np.int64]  # of the node's users, in the order of their positions
     authorities: Sequence[x509.Certificate] = ()  # none in plain text
     _agreed: tuple[Welcome, Proposal] | None = None
-    _knowing: str = ""  # the nodes that were logged last
+    _knowing: str = ""  # names of nodes in the last log line
     _checking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def objection_to_proposal(self, welcome: Welcome, proposal: Proposal) -> str | None:
@@ -497,8 +496,8 @@ class OfferPolicy:
         if objection := self._objection_at(datetime.now(UTC), welcome):
             return objection
         if self.verifier is not None:
-            asked = welcome.population_name, offer, self.id_digests.size
-            if await self.verifier.drawn_too_often(*asked):
+            draws = welcome.population_name, offer, self.id_digests.size
+            if await self.verifier.drawn_too_often(*draws):
                 _log.error("the server draws users more often than it has charged for")
                 return "users are drawn more often than the charged sampling probability explains"
         return self._objection_to_users(welcome, offer)
@@ -526,9 +525,9 @@ class OfferPolicy:
                 _log.error("two ledgers: the server shows this node %s and %s %s", *heads)
                 raise UntrustedLedgerError(_TWO_LEDGERS)
             certificates[other.node] = certificate
-        if (knowing := ", ".join(certificates) or "none") != self._knowing:
-            _log.info("nodes that know this ledger: %.400s", knowing)
-            self._knowing = knowing
+        if (node_names := ", ".join(certificates) or "none") != self._knowing:
+            _log.info("nodes that know this ledger: %.400s", node_names)
+            self._knowing = node_names
         return certificates
 
     def record(self, welcome: Welcome, offer: RoundOffer) -> str | None:
@@ -539,8 +538,8 @@ class OfferPolicy:
     def _objection_at(self, now: datetime, welcome: Welcome) -> str | None:
         """Return why the node sends no sum now, given the sums it has sent, or None."""
         today = self.journal.answers_since(now - _DAY)
-        if why := self._objection_to_population(welcome) or self.consent.objection_today(today):
-            return why
+        if reason := self._objection_to_population(welcome) or self.consent.objection_today(today):
+            return reason
         outstanding = self.journal.outstanding(welcome.population_name)
         if self.verifier is None or outstanding < _MOST_OUTSTANDING:
             return None
@@ -551,9 +550,9 @@ class OfferPolicy:
         return self.consent.objection_to_population(welcome.population_name, names)
 
     def _objection_to_users(self, welcome: Welcome, offer: RoundOffer) -> str | None:
-        """Record that a series asks these users; return why it must not, or None.
+        """Record that a series asks these users; return why it must not ask them, or None.
 
-        So the node checks for itself that no user takes part more often than was charged.
+        Thus the node itself checks that no user takes part more often than was charged.
         """
         series = None if self.verifier is None else self.verifier.series_of(offer)
         if series is None:
@@ -581,8 +580,8 @@ class OfferPolicy:
             try:
                 delta = self.consent.delta_for(welcome.population)
                 examined = await self.verifier.examined(welcome, delta, offer)
-                if late := charged_already(examined, offer):
-                    return late
+                if reason := charged_already(examined, offer):
+                    return reason
                 epsilon = await self.verifier.within_time(partial(price_with, examined, offer))
             except DISBELIEF as error:
                 _log.error("the ledger cannot be believed: %.400s", error)
@@ -612,8 +611,8 @@ class OfferPolicy:
 
     async def report(self, welcome: Welcome) -> None:
         """Check the ledger and log its ε, if there is a verifier; errors as `examined`."""
-        if self.verifier is not None and (other := self._objection_to_population(welcome)):
-            _log.warning("the ledger is not read: %s", other)
+        if self.verifier is not None and (objection := self._objection_to_population(welcome)):
+            _log.warning("the ledger is not read: %s", objection)
             return
         examined = await self.examined(welcome)
         if examined is None:

@@ -164,7 +164,7 @@ def _state_folder(folder: Path | None, node: str) -> Path:
         try:
             base = home if home.is_absolute() else Path.home() / ".local" / "state"
         except RuntimeError as error:
-            sentence = "there is no home folder to remember in; --state must name a folder"
+            sentence = "there is no home folder for the journal; --state must name a folder"
             raise InvalidValueError(sentence) from error
         folder = base / "fedpriv" / quote(node, safe=" ")
     try:
@@ -272,8 +272,8 @@ class OfferHandler:
             else:
                 _log.info("%s: answered after %.1f s", name, loop.time() - began)
                 if answer.users and not answer.total.any():
-                    why = "all updates of the users are NaN, infinite or zero; look at their data"
-                    _log.warning("%s: %s", name, why)
+                    text = "all updates of the users are NaN, infinite or zero; look at their data"
+                    _log.warning("%s: %s", name, text)
 
     async def _send(self, offer: RoundOffer, answer: PartialSum | Decline) -> Receipt:
         return await persist(lambda: self.server.upload(offer.id, answer), self.backoff)
@@ -326,19 +326,19 @@ class OfferHandler:
 
 
 @contextmanager
-def _logged(name: str) -> Iterator[None]:
+def _logged(round_name: str) -> Iterator[None]:
     """Log why a round is not answered; of these errors, only a cancellation is raised."""
     try:
         yield
     except asyncio.CancelledError:
-        _log.info("%s: left unfinished", name)
+        _log.info("%s: left unfinished", round_name)
         raise
     except TimeoutError:
-        _log.warning("%s: not answered, its deadline has passed", name)
+        _log.warning("%s: not answered, its deadline has passed", round_name)
     except grpc.aio.AioRpcError as error:
-        _log.warning("%s: not answered: %s (%r)", name, error.code().name, error.details())
+        _log.warning("%s: not answered: %s (%r)", round_name, error.code().name, error.details())
     except (FedprivError, MemoryError) as error:
-        _log.warning("%s: not answered: %.400s", name, str(error) or _NO_MEMORY)
+        _log.warning("%s: not answered: %.400s", round_name, str(error) or _NO_MEMORY)
 
 
 class Membership:
@@ -346,7 +346,7 @@ class Membership:
 
     Guarantees:
         * The latest offer is answered, and work on older ones is abandoned. Work continues while
-          the connection is lost, and if the same offer arrives again.
+          the connection is lost, or if the same offer arrives again.
         * Only trusted code that the server names is run. If the node does not consent to a purpose
           or model, no task is built, and the node votes against each round. If the consent names
           tasks by their hash, a task is built once a round with such a hash is proposed or offered.
@@ -364,7 +364,7 @@ class Membership:
         certificate_end: datetime | None = None,
         allow: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`allow` is told how many components the tensors of the task have that is built next."""
+        """Call `allow` with the number of components of the tensors of each task that is built."""
         self._settings, self._hello, self._handler = settings, hello, handler
         self._work, self._voting = LatestTask(), LatestTask()
         self._certificate_end, self._allow = certificate_end, allow
@@ -394,8 +394,8 @@ class Membership:
 
     async def _warn_daily(self) -> None:
         while (end := self._certificate_end) is not None:
-            if why := expiry(end, datetime.now(UTC)):
-                trouble(_log, self._hello.node, "certificate", why)
+            if reason := expiry(end, datetime.now(UTC)):
+                trouble(_log, self._hello.node, "certificate", reason)
             await asyncio.sleep(_DAY_SECONDS)
 
     async def _connection(self) -> tuple[bool, bool]:
@@ -412,11 +412,11 @@ class Membership:
                         await self._begin(self._prepared, message, votes)
         except grpc.aio.AioRpcError as error:
             self._check_recoverable(error, replaced)
-            why = f"no connection: {error.code().name} ({error.details()!r})"
+            reason = f"no connection: {error.code().name} ({error.details()!r})"
             if self._replaced:
-                _log.info(why)
+                _log.info(reason)
             else:
-                self._warn(why)
+                self._warn(reason)
             return welcomed, False
         except _CannotTakePartError as error:
             self._warn(str(error))
@@ -467,8 +467,8 @@ class Membership:
             if path not in self._settings.trusted:
                 allow = f"--trust {path!r} allows it"
                 raise _CannotTakePartError(f"the server wants to run {path!r}; {allow}")
-        worker, old = self._handler.worker, self._prepared
-        if old is None or _task_key(old) != _task_key(welcome):
+        worker, previous_welcome = self._handler.worker, self._prepared
+        if previous_welcome is None or _task_key(previous_welcome) != _task_key(welcome):
             await self._work.stop()
             self._prepared = self._built = None
             if objection := self._handler.policy.consent.objection_to_task(welcome):

@@ -51,15 +51,15 @@ class SecureSums:
     identity: Identity
     backoff: Backoff
     _pairs: dict[bytes, KeyPair] = field(default_factory=dict, repr=False)  # of the last vote
-    _stated: str = ""  # the statement that was logged last
+    _stated: str = ""  # the last statement in the log
 
     def countersignature(self, welcome: Welcome, proposal: Proposal) -> Countersignature:
         """Return this node's signature of a proposal, of a secure sum with a fresh key.
 
         InvalidValueError: the node cannot sign.
         """
-        event, own, public = proposal.price.event, self.identity, b""
-        if own.certificate is None:
+        event, identity, public = proposal.price.event, self.identity, b""
+        if (certificate := identity.certificate) is None:
             raise InvalidValueError("the node has no certificate to sign its vote with")
         binding = naming.binding_of(welcome.population_name, proposal.id, event, proposal.head)
         if event.secure_sum is not None:
@@ -68,7 +68,7 @@ class SecureSums:
                 _log.info("(ε, δ): %s", statement)
             self._pairs = {binding: KeyPair.fresh()}
             public = self._pairs[binding].public
-        return naming.countersigned(own.node, public, binding, own.certificate, own.key)
+        return naming.countersigned(identity.node, public, binding, certificate, identity.key)
 
     async def take_part(self, welcome: Welcome, offer: RoundOffer, deadline: float) -> None:
         """Take part in an attempt; `deadline` is that of the upload, on the event loop's clock.
@@ -77,10 +77,10 @@ class SecureSums:
         """
         if (secure := offer.price.event.secure_sum) is None:
             raise VoidError("the server is trusted in this round")
-        mine, verify = self._party(welcome, offer, secure)
-        shared = await self._step(offer, Stage.SHARE, mine.sealed)
+        participant, verify = self._party(welcome, offer, secure)
+        shared = await self._step(offer, Stage.SHARE, participant.sealed)
         total = await self._noised_sum(welcome, offer, deadline)
-        masked, uploaded = mine.masked(total, shared.nodes, shared.items)
+        masked, uploaded = participant.masked(total, shared.nodes, shared.items)
         if objection := self.policy.record(welcome, offer):
             raise VoidError(objection)
         receipt = await persist(lambda: self.server.upload_masked(offer.id, masked), self.backoff)
@@ -112,28 +112,28 @@ class SecureSums:
         if (pair := self._pairs.pop(binding, None)) is None:  # a key is for one roster
             raise VoidError("the node has no key of a vote on this attempt")
         roster = naming.roster_of(offer.roster, binding)
-        mine = Participant.begin(roster, self.identity.node, pair, secure)
+        participant = Participant.begin(roster, self.identity.node, pair, secure)
 
         def verify(node: str, statement: bytes, signature: bytes) -> bool:
             certificate = certificates.get(node)
             return certificate is not None and naming.has_signed(certificate, statement, signature)
 
-        return mine, verify
+        return participant, verify
 
     async def _noised_sum(
         self, welcome: Welcome, offer: RoundOffer, deadline: float
     ) -> SignedVector:
-        """Return the sum of the users whom the node draws, with its share of the noise: [D].
+        """Return the sum of the users whom the node draws, plus its share of the noise: [D].
 
-        The model is downloaded and the time is taken whether or not anybody is drawn. Users of a
-        training that fails count as zero.
+        The node downloads the model and measures the time whether or not anybody is drawn. If
+        training fails, its users count as zero.
         """
         loop = asyncio.get_running_loop()
         began, event = loop.time(), offer.price.event
         model = offer.model(self.worker.built.statistics)
         tensors = await persist(lambda: self.server.download(offer.id, model), self.backoff)
-        taken = loop.time() - began
-        margin = max(4.0 * taken, _LEAST_MARGIN * (deadline - began))
+        download_seconds = loop.time() - began
+        margin = max(4.0 * download_seconds, _LEAST_MARGIN * (deadline - began))
         until = max(loop.time(), deadline - margin)
         coins = drawn_users(event.sampling, welcome.users.size, os.urandom(32))
         total = np.zeros(offer.clipping.layout.dimension, np.int64)
@@ -151,8 +151,8 @@ class SecureSums:
         # Sensitivity: a user of this node changes the part of group g by whole numbers of steps a
         # with Σa² ≤ B_g, as in `GaussianQuery.noised_average`, and no other part of the total. The
         # variances of the shares of any n − t − d honest nodes add up to σ_g² at least, so that all
-        # parts together change by at most 1/z in units of the total's noise. That rounded shares
-        # add up to one rounded Gaussian but for δ′ is the theorem of `secure_sums.parameters`.
+        # parts together change by at most 1/z in units of the total's noise. By the theorem of
+        # `secure_sums.parameters`, rounded shares add up to one rounded Gaussian, up to δ′.
         nodes, clipping = len(offer.roster), offer.clipping
         noise = rounded_noise(lambda _: os.urandom(32), clipping, share_stddevs(event, nodes))
         return Grid.of(event, nodes).rounded(total + noise, clipping)
@@ -160,7 +160,7 @@ class SecureSums:
     async def _check_charged(self, welcome: Welcome, offer: RoundOffer) -> None:
         """Raise VoidError unless the ledger has charged the attempt.
 
-        Without a verifier, the node believes that it has.
+        Without a verifier, the node believes the server.
         """
         try:
             examined = await self.policy.examined(welcome)

@@ -47,14 +47,14 @@ def show_status(server: str, identity: Identity, *, as_json: bool) -> None:
     if as_json:
         print(json_text(vars(status)))  # noqa: T201
         return
-    left = "no limit"
+    epsilon_left = "no limit"
     if not math.isinf(limit := status.epsilon_limit):
-        left = f"{epsilon_down(limit - status.epsilon)} of {limit}"
+        epsilon_left = f"{epsilon_down(limit - status.epsilon)} of {limit}"
     table = Table(title=one_line(status.run), show_header=False)
     table.add_row("state", str(status.state))
     table.add_row("round", f"{status.round} of {status.rounds}")
     table.add_row("ε spent", f"{epsilon_up(status.epsilon)} at δ = {status.delta}")
-    table.add_row("ε left", left)
+    table.add_row("ε left", epsilon_left)
     table.add_row("nodes connected", f"{status.nodes_connected} of {status.nodes_enrolled}")
     table.add_row("users enrolled", str(status.users_enrolled))
     # Without markup, because the name of a run may contain brackets.
@@ -148,10 +148,10 @@ def show_sites(folder: Path, *, as_json: bool) -> None:
     rows = [_row(name, site, now, "?" if silent > _SILENT else "now") for name, site in sites]
     print_table(Rows(caption, columns, rows), console)
     for name, site in sites:
-        for what, last in sorted(site.last.items(), key=lambda item: item[1].time, reverse=True):
-            console.print(f"{name}, {_ago(now - last.time)} ago: {what}: {one_line(last.why)}")
-        if site.certificate_end is not None and (why := expiry(site.certificate_end, now)):
-            console.print(f"{name}: {Trouble.CERTIFICATE}: {why}")
+        for trouble, last in sorted(site.last.items(), key=lambda item: item[1].time, reverse=True):
+            console.print(f"{name}, {_ago(now - last.time)} ago: {trouble}: {one_line(last.why)}")
+        if site.certificate_end is not None and (reason := expiry(site.certificate_end, now)):
+            console.print(f"{name}: {Trouble.CERTIFICATE}: {reason}")
     end = table.server_certificate_end
     console.print(
         f"the server's certificate ends {_day(end)}; as of {table.written:%Y-%m-%d %H:%M:%S UTC}"
@@ -159,12 +159,12 @@ def show_sites(folder: Path, *, as_json: bool) -> None:
 
 
 def _row(name: str, site: SiteRecord, now: datetime, connected: str) -> list[str]:
-    seen = connected if site.connected else "never"
+    last_seen = connected if site.connected else "never"
     if site.last_seen is not None and not site.connected:
-        seen = _ago(now - site.last_seen)
+        last_seen = _ago(now - site.last_seen)
     counts = [sum(site.troubles.get(t, 0) for t in troubles) for troubles in _COLUMNS.values()]
     numbers = [str(count or "") for count in (site.answered, *counts)]
-    return [name, seen, *numbers, _day(site.certificate_end)]
+    return [name, last_seen, *numbers, _day(site.certificate_end)]
 
 
 def _ago(time: timedelta) -> str:

@@ -207,9 +207,9 @@ def _limited(settings: worker.HostSettings) -> Iterator[None]:
 
     By default the limit is half of the machine's memory, on Linux and on a CPU. CUDA maps devices'
     memory into the process's address space, and reserves it before use: a memory pool takes about
-    twice the memory of the device (NVIDIA/nccl, pull request 2064). A limit of address space would
-    say nothing of memory there, so there is none while a model is built, and afterwards only the
-    given one. ModelError: the model does not fit.
+    twice the memory of the device (NVIDIA/nccl, pull request 2064). So a limit of address space
+    would not limit memory there: none is set while a model is built, and afterwards only the one
+    of the settings. ModelError: the model does not fit.
     """
     mebibytes, on_cpu = settings.memory_mebibytes, machine_of(settings)[0].type == "cpu"
     if mebibytes is None and on_cpu and sys.platform == "linux":
@@ -227,7 +227,7 @@ def _limited(settings: worker.HostSettings) -> Iterator[None]:
 
 
 def _limit(mebibytes: int | None) -> None:
-    """Let the address space of this process grow by at most so many MiB; None: no limit."""
+    """Let the address space of this process grow by at most `mebibytes`; None: no limit."""
     worker.limit_address_space(
         None if mebibytes is None else worker.address_space() + mebibytes * worker.MEBIBYTE
     )

@@ -36,9 +36,9 @@ _KEY = re.compile(r"[0-9a-f]{64}\n?")
 def load_users(source: str) -> UserStore:
     """Read the users that a node hosts; DataError if that is not possible.
 
-    No data are unpickled. A user with rows that cannot be read is `broken` and counts as zero, and
-    nobody else does. Errors contain no user's data, but may name a user, and a FedprivError of a
-    function passes unchanged; only the node's operator should see them.
+    No data are unpickled. A user with rows that cannot be read is `broken` and counts as zero; all
+    others count. Errors contain no user's data, but may name a user, and a FedprivError of a
+    function passes unchanged, so only the node's operator should see them.
 
     The source is one of:
         * a folder saved by `UserStore.save`; its fields are mapped into memory, not read;
@@ -82,12 +82,12 @@ def _from_files(path: Path) -> UserStore:
 
 
 def _from_function(path: str) -> UserStore:
-    what = f"users {path!r}"
-    function = import_function(what, path, DataError)
+    source = f"users {path!r}"
+    function = import_function(source, path, DataError)
     try:
-        loaded = call_imported(what, function, {}, DataError)
+        loaded = call_imported(source, function, {}, DataError)
     except (OSError, MemoryError) as error:  # the text of the error may contain users' data
-        raise DataError(f"{what} cannot be made: {raised_at(error)}") from error
+        raise DataError(f"{source} cannot be made: {raised_at(error)}") from error
     if isinstance(loaded, Population) and loaded.classes and not loaded.classes_given:
         raise DataError(
             f"{path} numbers its classes by the labels of this node's own users, and other nodes "
@@ -103,8 +103,8 @@ def _from_function(path: str) -> UserStore:
 def enrolled_positions(store: UserStore, positions: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the position in the enrolled population of each user of a store, int64 [N].
 
-    `positions` are those of the users in the order of their ids, sorted by code points.
-    InvalidValueError: their number is not that of the users.
+    `positions` has one entry per user, in the order of the ids, sorted by code points.
+    InvalidValueError: there are more or fewer positions than users.
     """
     if len(positions) != store.population:
         counts = f"there are {len(positions)} positions for {store.population} users"
@@ -156,9 +156,9 @@ def hosted_users(source: str, id_key: Path | None) -> UserStore:
         raise DataError(f"users {source!r} have no ids; keyed ids are made of them")
     identifier_of: dict[str, str] = {}
     for identifier in map(str, users.user_ids):
-        other = identifier_of.setdefault(keyed_id(identifier, key), identifier)
-        if other != identifier:
-            pair = f"users {other!r} and {identifier!r} of {source!r} have one identifier"
+        twin = identifier_of.setdefault(keyed_id(identifier, key), identifier)
+        if twin != identifier:
+            pair = f"users {twin!r} and {identifier!r} of {source!r} have one identifier"
             raise DataError(f"{pair} but for case, spaces or Unicode form; each must occur once")
     return replace(users, user_ids=[*identifier_of])
 
@@ -178,15 +178,15 @@ def enrolment_toml(
         if node in tables:
             raise InvalidValueError(f"node {node!r} is given twice; each of the data is of its own")
         users = hosted_users(source, id_key)
-        for why in [*users.broken.values()][:1]:
-            _log.warning("users of %s who count as zero: %d; %s", source, len(users.broken), why)
+        for reason in [*users.broken.values()][:1]:
+            _log.warning("users of %s who count as zero: %d; %s", source, len(users.broken), reason)
         ids = [users.id_of(user) for user in range(users.population)]
         for user in ids:
             check_user_id(user, f"a user of {source!r}")
         if shared := [user for user in ids if plain_id(user) in source_of]:
-            first = f"{shared[0]!r} is in {source!r} and in {source_of[plain_id(shared[0])]!r}"
+            example = f"{shared[0]!r} is in {source!r} and in {source_of[plain_id(shared[0])]!r}"
             raise DataError(
-                f"{first}, as one of {len(shared)} users of both; each must be enrolled once"
+                f"{example}, as one of {len(shared)} users of both; each must be enrolled once"
             )
         source_of |= dict.fromkeys(map(plain_id, ids), source)
         tables[node] = {"users": sorted(ids)}

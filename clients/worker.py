@@ -116,7 +116,7 @@ class Train:
 
 
 def share_of(seconds: float, users: int) -> float:
-    """Return how long each drawn user of a node may train, given the node's time for a round.
+    """Return the seconds for which each drawn user may train, given the node's time for a round.
 
     Users train together in chunks, and the users of a chunk that takes too long train again, one by
     one. Both phases, including the time to fork processes, end within half of the node's time.
@@ -133,13 +133,13 @@ def address_space() -> int:
     return pages * resource.getpagesize()
 
 
-def limit_address_space(most: int | None) -> None:
-    """Limit the address space of this process, and of those that it starts, to so many bytes.
+def limit_address_space(limit: int | None) -> None:
+    """Limit the address space of this process, and of those that it starts, to `limit` bytes.
 
-    None: to what the system allows. Beyond it, memory cannot be allocated (MemoryError).
+    None: to the system's limit. Beyond it, memory cannot be allocated (MemoryError).
     """
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    soft = hard if most is None else most if hard == resource.RLIM_INFINITY else min(most, hard)
+    soft = hard if limit is None else limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
@@ -219,8 +219,8 @@ class Process:
         except (OSError, EOFError):
             self.kill()
             await self.gone()
-            ended = f"the training process ended with exit code {self._process.exitcode}"
-            raise ChildProcessError(ended) from None
+            failure = f"the training process ended with exit code {self._process.exitcode}"
+            raise ChildProcessError(failure) from None
         except BaseException:
             self.kill()
             raise
@@ -254,11 +254,11 @@ class Process:
 def _blocked_signals() -> Iterator[None]:
     """Block signals for a process that is started within, until it ignores them itself."""
     resource_tracker.ensure_running()  # otherwise it would start within, and unblock them
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_PARENT)
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_PARENT)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 def _enter(channel: socket.socket, parent: int) -> None:
@@ -339,10 +339,10 @@ class Worker:
         This waits until users have been trained, and continues if the call is cancelled.
         """
         kind = replace(proposal.local, learning_rate=1.0), proposal.metrics
-        while (earlier := self._learning) is not None:
+        while (earlier_call := self._learning) is not None:
             # An earlier call, which may have been cancelled or have failed.
-            await asyncio.gather(asyncio.shield(earlier), return_exceptions=True)
-            if self._learning is earlier:
+            await asyncio.gather(asyncio.shield(earlier_call), return_exceptions=True)
+            if self._learning is earlier_call:
                 self._learning = None
         if kind not in self._kinds:
             self._learning = asyncio.create_task(self._learn(kind, proposal))
@@ -382,28 +382,28 @@ class Worker:
         async with self._alone():
             if self._welcome is None:
                 return
-            what = "users cannot train as the server proposes"
-            self._learnt = cast(Learnt, await _within_reason(await self._ready(), proposal, what))
+            fault = "users cannot train as the server proposes"
+            self._learnt = cast(Learnt, await _within_reason(await self._ready(), proposal, fault))
             self._kinds.add(kind)
 
     async def _trained(self, request: RoundRequest, deadline: float) -> PartialSum | None:
         zero = PartialSum("", 0, np.zeros(request.clipping.layout.dimension, np.int64), 0)
         waiting, together, total = request.users, len(request.users) != 1, None
         loop = asyncio.get_running_loop()
-        left = deadline - loop.time()
-        per_user, half = share_of(left, len(request.users)), loop.time() + left / 2.0
+        seconds = deadline - loop.time()
+        per_user, half_time = share_of(seconds, len(request.users)), loop.time() + seconds / 2.0
         while True:
             try:
                 async with asyncio.timeout_at(deadline):
                     process = await self._ready()
             except TimeoutError:
                 return total
-            rest = replace(request, users=waiting)
-            answer = process.ask(Train(rest, per_user if together else None))
+            remaining = replace(request, users=waiting)
+            answer = process.ask(Train(remaining, per_user if together else None))
             try:
                 while True:
                     share = (deadline - loop.time()) / max(1, len(waiting))
-                    async with asyncio.timeout_at(half if together else loop.time() + share):
+                    async with asyncio.timeout_at(half_time if together else loop.time() + share):
                         ready = await answer
                     if not isinstance(ready, Ready):
                         return total or zero
@@ -469,8 +469,8 @@ async def _load(process: Process, settings: HostSettings) -> Loaded:
 
 
 async def _prepare(process: Process, welcome: Welcome) -> Built:
-    what = f"the task with model {welcome.task.model!r} cannot be built"
-    return cast(Built, await _within_reason(process, welcome, what))
+    fault = f"the task with model {welcome.task.model!r} cannot be built"
+    return cast(Built, await _within_reason(process, welcome, fault))
 
 
 async def _within_reason(process: Process, message: object, what: str) -> object:
@@ -488,7 +488,7 @@ async def _within_reason(process: Process, message: object, what: str) -> object
         raise ModelError(f"{what}: it takes more than {seconds}") from error
 
 
-def _added(total: PartialSum, more: PartialSum) -> PartialSum:
+def _added(total: PartialSum, part: PartialSum) -> PartialSum:
     """Return the sum of two partial sums, in the memory of the first."""
-    np.add(total.total, more.total, out=total.total)
-    return PartialSum("", total.users + more.users, total.total, total.weight + more.weight)
+    np.add(total.total, part.total, out=total.total)
+    return PartialSum("", total.users + part.users, total.total, total.weight + part.weight)

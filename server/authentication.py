@@ -1,11 +1,11 @@
 """Authentication: where the server listens, how it identifies callers, and what they may do.
 
-The calling node is identified before any part of a call is read or handled. It may call so often,
-and have so many calls open.
+The calling node is identified before any part of a call is read or handled. The rate of its calls
+and the number of its open calls are limited.
 
 gRPC bounds neither what it stores for a peer that does not read nor the work that small frames
 cause. So we bound what a node may send besides the messages that handlers read. A node that sends
-more is slowed, which ends nothing, so that an honest node loses only time.
+more is slowed down but not disconnected, so an honest node loses only time.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class Allowance:
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock, self._since = clock, clock()
-        self._content = self._rest = 0.0  # that drain
+        self._content = self._rest = 0.0  # what has not drained yet
 
     def received(self, content: int, rest: int) -> None:
         """Count a piece: bytes of content, and the cost of the rest."""
@@ -222,17 +222,17 @@ class RateLimit:
     def admits(self, node: str) -> bool:
         """Return whether the node may call now; if so, the call is counted."""
         now = self._clock()
-        left, since = self._buckets.get(node, (self._capacity, now))
-        left = min(self._capacity, left + (now - since) * self._capacity / 60.0)
-        admitted = left >= 1.0
-        self._buckets[node] = (left - 1.0 if admitted else left, now)
+        calls_left, since = self._buckets.get(node, (self._capacity, now))
+        calls_left = min(self._capacity, calls_left + (now - since) * self._capacity / 60.0)
+        admitted = calls_left >= 1.0
+        self._buckets[node] = (calls_left - 1.0 if admitted else calls_left, now)
         return admitted
 
     def grant(self, node: str, calls: int) -> None:
         """Let the node make extra calls that the server has asked for."""
         if node in self._buckets:
-            left, since = self._buckets[node]
-            self._buckets[node] = (min(self._capacity, left + calls), since)
+            calls_left, since = self._buckets[node]
+            self._buckets[node] = (min(self._capacity, calls_left + calls), since)
 
 
 @dataclass(eq=False)
@@ -244,8 +244,8 @@ class Authentication:
 
     Guarantees:
         * No handler is called, and no byte of a request is read, if the caller's certificate has
-          expired, is not enrolled or was struck off, if its node is not enrolled, calls too often
-          or has too many calls open.
+          expired, is not enrolled or was struck off, or if its node is not enrolled, calls too
+          often or has too many calls open.
         * The number and the memory of the calls that a node leaves open are bounded.
         * If a handler refuses a call, cannot parse it, times out or fails, the call ends with a
           status. In case of a failure, the caller learns no more than that.
@@ -272,7 +272,7 @@ class Authentication:
         return x509.load_pem_x509_certificate(certificate) if certificate else None
 
     def known(self, certificate: bytes, metadata: Metadata = ()) -> str:
-        """Return the node of a caller; RefusedCallError, of which the operator learns, if none."""
+        """Return the node of a caller; RefusedCallError, reported to the operator, if none."""
         try:
             return self.identify(certificate, metadata)
         except UnknownPeerError as error:
@@ -285,9 +285,9 @@ class Authentication:
         raise RefusedCallError(code, sentence)
 
     def slowed(self, peer: Peer) -> None:
-        """Record that a peer sends more than it may."""
-        why = "it sends too much that is no message; it is slowed"
-        self.sites.trouble(peer.node, Trouble.CALL, why)
+        """Record that a peer sends more than its allowance."""
+        reason = "it sends too much that is no message; it is slowed"
+        self.sites.trouble(peer.node, Trouble.CALL, reason)
 
     def check(self, context: Context) -> None:
         """Raise RefusedCallError unless an admitted caller still identifies as the same node."""
@@ -329,18 +329,18 @@ class Authentication:
                         return await answer(request, context)
                     return await answer(await _only(request), context)
                 except RefusedCallError as error:
-                    refused = error.code, str(error)
+                    refusal = error.code, str(error)
                 except WireError as error:
-                    refused = grpc.StatusCode.INVALID_ARGUMENT, str(error)
+                    refusal = grpc.StatusCode.INVALID_ARGUMENT, str(error)
                 except TimeoutError:
-                    refused = grpc.StatusCode.DEADLINE_EXCEEDED, _TOO_LONG
+                    refusal = grpc.StatusCode.DEADLINE_EXCEEDED, _TOO_LONG
                 except (grpc.aio.InternalError, grpc.aio.AbortError):
                     raise
                 except Exception as error:  # gRPC would send the caller its text, with paths
                     sentence = f": {error}" if isinstance(error, FedprivError) else ""
                     _log.exception("a call of %s failed%s", method.name, sentence)
-                    refused = grpc.StatusCode.INTERNAL, _FAILED
-                await _abort(context, *refused)
+                    refusal = grpc.StatusCode.INTERNAL, _FAILED
+                await _abort(context, *refusal)
                 return None
             except grpc.aio.InternalError as error:
                 # The connection is lost; gRPC logs a traceback of every error except this one.

@@ -69,8 +69,8 @@ def init(folder: Path, hosts: Sequence[str]) -> None:
     path = folder / "authority"
     # A key that signed something is never replaced, even if its own certificate was lost.
     if (path / "ca.pem").exists() or (folder / "server").exists():
-        more = "it is kept, and `fedpriv certs server` issues the server another certificate"
-        raise InvalidValueError(f"an authority is already in {path}; {more}")
+        advice = "it is kept, and `fedpriv certs server` issues the server another certificate"
+        raise InvalidValueError(f"an authority is already in {path}; {advice}")
     # The name is unique, so that messages distinguish two authorities.
     name, begin = f"fedpriv authority {secrets.token_hex(4)}", datetime.now(UTC) - _CLOCK_SKEW
     key = ec.generate_private_key(ec.SECP256R1())
@@ -138,10 +138,10 @@ def _load_request(path: Path) -> tuple[str, _PublicKey]:
         csr = x509.load_pem_x509_csr(pem)
         key, valid = csr.public_key(), csr.is_signature_valid
     if not valid:
-        raise InvalidValueError(f"{path} is not signed with the key that it is about")
+        raise InvalidValueError(f"{path} is not signed with its own key")
     if not _is_strong(key):
         choices = f"P-256, P-384 and RSA of at least {_LEAST_RSA_BITS} bits"
-        raise InvalidValueError(f"the key of {path} is of another kind than are legal: {choices}")
+        raise InvalidValueError(f"the kind of the key of {path} is not one of {choices}")
     return naming.node_named(csr, path), key
 
 
@@ -177,7 +177,7 @@ def _signed(
     usage: ObjectIdentifier | None = None,
     alternatives: Sequence[x509.GeneralName] = (),
 ) -> x509.Certificate:
-    """Return a certificate for a key; without `ca`, that of an authority, which signs it itself."""
+    """Return a certificate for a key; without `ca`, a self-signed one of an authority."""
     authority = ca is None
     subject = issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     if ca is not None:
@@ -201,9 +201,9 @@ def _signed(
     return builder.sign(signer, hashes.SHA256())
 
 
-def _check_validity(begin: datetime, lifetime: timedelta, last: datetime) -> None:
-    if not timedelta(0) < lifetime <= last - begin:
-        condition = f"it must be positive and end before the authority's, at {last}"
+def _check_validity(begin: datetime, lifetime: timedelta, authority_end: datetime) -> None:
+    if not timedelta(0) < lifetime <= authority_end - begin:
+        condition = f"it must be positive and end before the authority's, at {authority_end}"
         raise InvalidValueError(f"the lifetime is {lifetime}; {condition}")
 
 

@@ -43,7 +43,7 @@ _NOT_AWAITED = "the server is not waiting for an answer of this node"
 
 
 def flaw_of(partial: PartialSum, drawn: int) -> tuple[Trouble, str] | None:
-    """Return a trouble with the sum of a node with so many drawn users, and why, or None."""
+    """Return a trouble with the sum of a node with `drawn` drawn users, and why, or None."""
     if partial.users and not partial.total.any():
         return Trouble.NOT_FINITE, "all updates of its users are NaN, infinite or zero"
     if partial.users < drawn:
@@ -62,7 +62,7 @@ async def completed(work: Awaitable[Result]) -> Result:
 
 
 class End(StrEnum):
-    """Reasons for which the server ends a connection."""
+    """The server's reasons to end a connection."""
 
     RUN_OVER = "the run is over"
     SHUTTING_DOWN = "the server is shutting down"
@@ -146,7 +146,7 @@ class Connections:
     def seconds_left(self, waiting: Iterable[str], deadline: float, absent: float) -> float:
         """Return how long to wait for nodes: until the deadline, or for `absent` after all left.
 
-        `deadline` is on the clock of `time.monotonic`; the result is 0 if nobody is waited for.
+        `deadline` is on the clock of `time.monotonic`; the result is 0 if `waiting` is empty.
         """
         since = [self.away_since(node) for node in waiting]
         departures = [time for time in since if time is not None]
@@ -186,8 +186,8 @@ class Ballot:
     def roster(self, connected: Sequence[str]) -> tuple[wire.Countersignature, ...]:
         """Return the signatures of the connected nodes that agree, sorted by name.
 
-        Unless the sum is secure, they only show nodes that others know the same ledger, so of many
-        nodes some are chosen by chance.
+        Unless the sum is secure, they only show nodes that others know the same ledger, so a random
+        sample of many signatures is enough.
         """
         agreed = {n: self._votes[n].countersignature for n in connected if self.agrees(n)}
         signed = sorted(node for node, signature in agreed.items() if signature)
@@ -196,7 +196,7 @@ class Ballot:
         return tuple(signature for node in signed if (signature := agreed[node]))
 
     def forget(self, node: str) -> None:
-        """Discard the vote of a node, which is asked again."""
+        """Discard the vote of a node that is asked again."""
         self._votes.pop(node, None)
 
     def agrees(self, node: str) -> bool | None:
@@ -211,7 +211,7 @@ class Collection:
     Used in the event loop, except `results` and `taken`, which another thread uses.
 
     Guarantees:
-        * One answer of a node is accepted, no matter what else it sends in which order. Answers
+        * One answer of a node is accepted, no matter what else it sends and when. Answers
           from nodes without drawn users, and to other rounds or attempts, are refused.
         * Memory holds at most as many sums as may be transferred at once, even if calls are
           cancelled.
@@ -229,7 +229,7 @@ class Collection:
         fixed_length: bool = False,
     ) -> None:
         self._model, price = wire.model_of(request), ballot.terms.price
-        # Then the nodes of the roster draw their users themselves.
+        # If true, the nodes of the roster draw their users themselves.
         self.masked = price.event.secure_sum is not None
         # To all drawn users; `offer_to` selects those of a node.
         seconds *= _UPLOADED if self.masked else 1.0
@@ -256,10 +256,10 @@ class Collection:
 
     def offer_to(self, node: str) -> wire.RoundOffer | None:
         """Return the offer to send to a node now; None if no answer of it is awaited."""
-        left = self.deadline - monotonic()
-        if not self._awaits(node) or left <= 0.0:
+        seconds_left = self.deadline - monotonic()
+        if not self._awaits(node) or seconds_left <= 0.0:
             return None
-        return replace(self.offer, seconds=left, users=self.drawn[node].copy())
+        return replace(self.offer, seconds=seconds_left, users=self.drawn[node].copy())
 
     @cached_property
     def model_chunks(self) -> Sequence[bytes]:
@@ -268,13 +268,13 @@ class Collection:
 
     def _misfit(self, node: str, answer: wire.RoundAnswer) -> str | None:
         if answer.id != self.offer.id:
-            return "the answer is to another round or attempt than the one that is collected"
+            return "the answer is to another round or attempt than the current one"
         if node not in self.drawn:
             return _NOT_AWAITED
         content = answer.content
         if isinstance(content, wire.SummedUpdates):
             if content.masked != self.masked:
-                return "the sum is masked in a round that is not, or is not in one that is"
+                return "only one of the sum and the round is masked; both or neither must be"
             if content.users > self.drawn[node].size:
                 return "the sum holds more users than were drawn at the node"
         return None
@@ -288,7 +288,7 @@ class Collection:
         return node in self._accepted and self._misfit(node, answer) is None
 
     def assembler(self, content: wire.SummedUpdates) -> wire.Assembler:
-        """Return that of the sum that follows the header of an answer."""
+        """Return an assembler of the sum that follows the header of an answer."""
         size = self._dtype_of(content).itemsize * self.offer.clipping.layout.dimension
         return wire.Assembler(size, size)
 
@@ -314,7 +314,7 @@ class Collection:
 
         `add_up` would count such a sum as zero too, but would not inform node and operator.
         """
-        if self.masked:  # then nothing is known about it
+        if self.masked:  # then nothing can be checked
             return None
         clipping, users, weight = self.offer.clipping, partial.users, partial.weight
         if weight > users * clipping.weight_cap:
@@ -356,7 +356,7 @@ class Collection:
         return connections.seconds_left(self._waiting, self.deadline, absent)
 
     def await_only(self, nodes: Iterable[str]) -> None:
-        """Await no answer of other nodes any more."""
+        """Stop waiting for answers of other nodes."""
         self._waiting = dict.fromkeys(sorted(set(nodes) & self._waiting.keys()))
         self.changed.set()
 
@@ -375,7 +375,7 @@ class Collection:
 
 
 class Exchange:
-    """What the nodes of a roster have sent, step by step, and the answer to each step.
+    """The messages of the nodes of a roster, step by step, and the answer to each step.
 
     Used in the event loop only. A node's first message of a step counts, and a repeated one gets
     the same answer, so that a lost connection does no harm.
@@ -405,30 +405,30 @@ class Exchange:
     async def sent(
         self, stage: Stage, nodes: Sequence[str], seconds: Callable[[Sequence[str]], float]
     ) -> dict[str, Items]:
-        """Return what these nodes send in a step, once all have, no time is left, or after `stop`.
+        """Return what these nodes sent in a step: when all have, when time is up, or after `stop`.
 
-        `seconds` returns how long to wait for some nodes if nothing changes. Once as many as must
-        not drop out have taken the step, the others have `grace` seconds.
+        `seconds` returns how long to wait for some nodes if nothing changes. Once the least number
+        of nodes have taken the step, the others have `grace` seconds.
         """
-        sent, end = self._sent[stage], math.inf
+        items_by_node, grace_end = self._sent[stage], math.inf
         while not self._stopped:
-            missing = [node for node in nodes if node not in sent]
-            if len(nodes) - len(missing) >= self._least:
-                end = min(end, monotonic() + self._grace)
-            if (left := min(seconds(missing), end - monotonic())) <= 0.0:
+            missing_nodes = [node for node in nodes if node not in items_by_node]
+            if len(nodes) - len(missing_nodes) >= self._least:
+                grace_end = min(grace_end, monotonic() + self._grace)
+            if (seconds_left := min(seconds(missing_nodes), grace_end - monotonic())) <= 0.0:
                 break
             self._arrived.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(left):
+                async with asyncio.timeout(seconds_left):
                     await self._arrived.wait()
-        return {node: sent[node] for node in nodes if node in sent}
+        return {node: items_by_node[node] for node in nodes if node in items_by_node}
 
     def wake(self) -> None:
-        """Compute anew how long to wait, since a node has come or left."""
+        """Recompute how long to wait, because a node has come or left."""
         self._arrived.set()
 
     def stop(self) -> None:
-        """Wait for no more steps of nodes."""
+        """Stop waiting for steps of nodes."""
         self._stopped = True
         self.wake()
 
@@ -513,13 +513,13 @@ class SecureCollection:
         return arrived
 
     def _suffices(self, nodes: Sequence[str], step: str, least: int | None = None) -> bool:
-        needed = least or self._least
-        if len(nodes) < needed:
-            _log.warning("%d nodes %s; the round needs %d", len(nodes), step, needed)
-        return len(nodes) >= needed
+        required = least or self._least
+        if len(nodes) < required:
+            _log.warning("%d nodes %s; the round needs %d", len(nodes), step, required)
+        return len(nodes) >= required
 
     async def open(self) -> OpenedSum | None:
-        """Return the sum, once nodes have opened it; None if too few do. The round is charged."""
+        """Return the sum once nodes have opened it; None if too few do. Charge the round first."""
         survivors = self._survivors
         self.exchange.answer(Stage.SIGN, survivors, lambda _: self._signatures)
         shares = await self.exchange.sent(Stage.OPEN, survivors, self._until(_OPENED))

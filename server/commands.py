@@ -10,8 +10,8 @@ import typer
 from fedpriv.support.logs import LogFormat, configure
 
 
-def _option(text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, **more)
+def _option(text: str, *names: str, **keywords: Any) -> Any:
+    return typer.Option(*names, help=text, **keywords)
 
 
 _certs = typer.Typer(
@@ -40,24 +40,23 @@ def serve(
     ] = None,
     *,
     resume: Annotated[
-        bool, _option("go on with the run in --out, or start it there", "--resume")
+        bool, _option("resume the run in --out, or start it there", "--resume")
     ] = False,
     keep_going: Annotated[
-        bool, _option("go on though too few users count", "--keep-going")
+        bool, _option("continue even if too few users count", "--keep-going")
     ] = False,
     insecure: Annotated[
         bool, _option("plain text without certificates; on loopback only", "--insecure")
     ] = False,
     leave: Annotated[
-        bool, _option("end with the run; else ledger and status stay up", "--exit")
+        bool, _option("exit after the run; else keep ledger and status up", "--exit")
     ] = False,
     log_format: Annotated[LogFormat, _option("of the log, on stderr")] = LogFormat.TEXT,
 ) -> None:
     """Train across the users of nodes that connect; print accuracy next to the ledger's (ε, δ).
 
-    Exit code 75: too few nodes agreed to a round for too long; --resume goes on. Exit code 3: the
-    audit of the run refutes what its ledger says. Exit code 4: the run ended since too few users
-    count.
+    Exit code 75: too few nodes agreed to a round for too long; --resume continues. Exit code 3: the
+    audit of the run refutes its ledger. Exit code 4: the run ended because too few users count.
     """
     configure(log_format)
     from fedpriv.experiment.config import load_config
@@ -66,11 +65,11 @@ def serve(
     from fedpriv.server.deployment import serve as run
     from fedpriv.training.rounds import Stop
 
-    how = {"resume": resume, "keep_going": keep_going, "insecure": insecure, "leave": leave}
-    ended = run(file, assignments or [], out, **how)
-    if ended.stop is Stop.DECLINED:
+    options = {"resume": resume, "keep_going": keep_going, "insecure": insecure, "leave": leave}
+    finished_run = run(file, assignments or [], out, **options)
+    if finished_run.stop is Stop.DECLINED:
         raise typer.Exit(os.EX_TEMPFAIL)
-    ended.check()
+    finished_run.check()
 
 
 @_certs.command()
@@ -107,7 +106,7 @@ def sign(
     from fedpriv.server import certificates
 
     node, folder, fingerprint = certificates.sign(folder, request, lifetime=timedelta(days=days))
-    files = f"{folder}: send ca.pem and node.pem to {node!r}, beside its node.key"
+    files = f"{folder}: send ca.pem and node.pem to {node!r}, next to its node.key"
     typer.echo(f"{files}; valid for {days} days")
     typer.echo(f'the server\'s enrolment, at node {node!r}: certificate = "{fingerprint}"')
 

@@ -88,25 +88,25 @@ class GrpcTransport(Transport):
         were connected, but too few agreed within `patience_seconds`. StoppedError: `stop` was
         called.
         """
-        service, least = self.listener.service, self.section.least_nodes
-        left, pause = self.section.patience_seconds, _FIRST_PAUSE_SECONDS / 2.0
+        service, quorum = self.listener.service, self.section.least_nodes
+        seconds, pause = self.section.patience_seconds, _FIRST_PAUSE_SECONDS / 2.0
         while True:
-            if len(service.connections) < least:
-                _log.info("waiting for %d nodes; %d connected", least, len(service.connections))
+            if len(service.connections) < quorum:
+                _log.info("waiting for %d nodes; %d connected", quorum, len(service.connections))
             self._wait_for_least(lambda: len(service.connections))
             ballot = self._ballot(request)
             self.listener.call(partial(service.propose, ballot))
-            pause = min(2.0 * pause, _LONGEST_PAUSE_SECONDS, left)
+            pause = min(2.0 * pause, _LONGEST_PAUSE_SECONDS, seconds)
             if self._wait_for_least(lambda: service.votes(agrees=True), pause):
                 if ballot.terms.price.event.secure_sum is not None:  # later votes come too late
-                    self._wait_for_least(lambda: least - service.votes(agrees=None), _LATE_SECONDS)
+                    self._wait_for_least(lambda: quorum - service.votes(agrees=None), _LATE_SECONDS)
                 return
-            left -= pause
+            seconds -= pause
             agreed = self.listener.call(lambda: service.votes(agrees=True))
-            result = f"{agreed} of the {least} required nodes agree to round {request.round}"
-            if left <= 0.0:
+            result = f"{agreed} of the {quorum} required nodes agree to round {request.round}"
+            if seconds <= 0.0:
                 raise DeclinedError(f"{result}; it was not begun, and nothing is charged for it")
-            _log.warning("%s; they are asked again, for %.0f more seconds at most", result, left)
+            _log.warning("%s; they are asked again, for %.0f more seconds at most", result, seconds)
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         """Yield the sum of each node that answers in time; StoppedError after `stop`."""
@@ -164,7 +164,7 @@ class GrpcTransport(Transport):
     def _open_masked(
         self, request: RoundRequest, secure: SecureSum | None
     ) -> SecureCollection | None:
-        """Offer the round to the nodes that agree; None if they are too few by now."""
+        """Offer the round to the nodes that agree; None if too few of them are left."""
         service, section = self.listener.service, self.section
         ballot, seconds = service.ballot, section.deadline_seconds
         signatures = () if ballot is None else ballot.roster(service.connections.nodes)
@@ -181,15 +181,15 @@ class GrpcTransport(Transport):
 
     def _wait_for_least(self, count: Callable[[], int], seconds: float | None = None) -> bool:
         """Wait until `count`, in the event loop, reaches `least_nodes`; False after `seconds`."""
-        service, least = self.listener.service, self.section.least_nodes
+        service, least_nodes = self.listener.service, self.section.least_nodes
 
         async def enough() -> bool:
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    while count() < least and not self._stopping.is_set():
+                    while count() < least_nodes and not self._stopping.is_set():
                         service.arrivals.clear()
                         await service.arrivals.wait()
-            return count() >= least
+            return count() >= least_nodes
 
         reached = self.listener.wait(enough())
         if self._stopping.is_set():
@@ -210,13 +210,13 @@ class GrpcTransport(Transport):
             self._wake()
 
     async def _watch(self, collection: Collection) -> None:
-        connections, absent = self.listener.service.connections, self.section.absent_seconds
+        connections, absent_seconds = self.listener.service.connections, self.section.absent_seconds
         fixed = self.section.fixed_length
         try:
-            while left := collection.seconds_left(connections, absent, fixed=fixed):
+            while seconds_left := collection.seconds_left(connections, absent_seconds, fixed=fixed):
                 collection.changed.clear()
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(left):
+                    async with asyncio.timeout(seconds_left):
                         await collection.changed.wait()
             self.listener.service.missed(collection)
         finally:
@@ -258,13 +258,13 @@ def serve(
             numbers = Metrics(lambda: service.published, service.sites)
             resources.enter_context(numbers.served(metrics.host, metrics.port))
         server = _Server(setup, section, service, endpoint, console, resources)
-        ended = execute(setup, experiment, server.hosted, console, server.follow, clock=None)
-        if ended.stop is Stop.DECLINED:
+        finished_run = execute(setup, experiment, server.hosted, console, server.follow, clock=None)
+        if finished_run.stop is Stop.DECLINED:
             console.print("the log says why nodes do not agree; --resume goes on with the run")
-        elif not (leave or ended.stop.may_go_on):
+        elif not (leave or finished_run.stop.may_go_on):
             console.print("serving ledger and status until stopped")
             server.stop_requested.wait()
-    return ended
+    return finished_run
 
 
 @dataclass(frozen=True, eq=False)
@@ -321,7 +321,7 @@ class _Server:
 
 
 def _allow_many_files() -> None:
-    """Raise the limit on open files, and so on connections, to the most that the system allows."""
+    """Raise the limit on open files, and so on connections, to the system's maximum."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # some systems do not accept "no limit" as a number
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

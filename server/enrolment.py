@@ -65,11 +65,11 @@ class Enrolment:
             if not ids:
                 raise InvalidValueError(f"nodes.{node}.users is empty; it must have at least one")
             for number, user in enumerate(ids):
-                where = f"nodes.{node}.users.{number}"
-                check_user_id(user, where)
+                key = f"nodes.{node}.users.{number}"
+                check_user_id(user, key)
                 if (plain := plain_id(user)) in node_of:
                     raise InvalidValueError(
-                        f"{where} is {user!r}, who is enrolled at node {node_of[plain]!r} already; "
+                        f"{key} is {user!r}, who is enrolled at node {node_of[plain]!r} already; "
                         "a user must be enrolled once, because updates of one user from several "
                         "nodes are not summed before clipping"
                     )
@@ -111,9 +111,9 @@ class Enrolment:
     @property
     def enrolled(self) -> tuple[EnrolledNode, ...]:
         """All nodes, for nodes to pin: InvalidValueError if one has no certificate."""
-        if missing := sorted(set(self.users) - set(self.fingerprints)):
+        if nodes := sorted(set(self.users) - set(self.fingerprints)):
             raise InvalidValueError(
-                f"nodes.{missing[0]}.certificate is absent; where the server is not trusted, each "
+                f"nodes.{nodes[0]}.certificate is absent; where the server is not trusted, each "
                 "node must have one"
             )
         return tuple(
@@ -140,9 +140,9 @@ class Enrolment:
         """Return the drawn users of each node that hosts any; positions, ascending."""
         numbers = self._numbers[users]
         order = np.argsort(numbers, kind="stable")
-        present, starts = np.unique(numbers[order], return_index=True)
+        hosts, starts = np.unique(numbers[order], return_index=True)
         parts = np.split(users[order], starts[1:])
-        return {self.nodes[n]: part for n, part in zip(present.tolist(), parts, strict=False)}
+        return {self.nodes[n]: part for n, part in zip(hosts.tolist(), parts, strict=False)}
 
     def log_name(self, node: str) -> str:
         """Return a name for logs, which does not identify a user."""
@@ -213,8 +213,8 @@ class EnrolledCertificates:
         node = self.nodes().get(fingerprint)
         if node is None:
             sentence = f"{_REFUSED} is not enrolled, or was struck off the enrolment"
-            former = self._history.get(fingerprint)
-            raise UnknownPeerError(sentence, former, f", {subject} {fingerprint}")
+            former_node = self._history.get(fingerprint)
+            raise UnknownPeerError(sentence, former_node, f", {subject} {fingerprint}")
         begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
         if not begin <= now <= end:
             sentence = f"{_REFUSED} is valid from {begin} to {end}; it is {now}"
@@ -259,10 +259,10 @@ class _EnrolmentFile(Section):
 
     @model_validator(mode="after")
     def _check_distinct(self) -> Self:
-        first: dict[str, str] = {}
+        names: dict[str, str] = {}
         for name, node in self.nodes.items():
-            if node.certificate and (other := first.setdefault(node.certificate, name)) != name:
-                shared = f"nodes.{name}.certificate is that of node {other!r}"
+            if node.certificate and (owner := names.setdefault(node.certificate, name)) != name:
+                shared = f"nodes.{name}.certificate is that of node {owner!r}"
                 raise ValueError(f"{shared}; each must have its own")
         return self
 

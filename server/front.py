@@ -25,7 +25,7 @@ _PIECE_BYTES = 2**16
 _LONGEST_PAUSE_SECONDS = 1.0
 _HANDSHAKE_SECONDS = 10.0  # for TLS, or in plain text for the first byte
 _HANDSHAKES = 0.2  # the largest share of the event loop's time that handshakes take
-_REFUSED_SECONDS = 1.0  # a refused peer has to read why
+_REFUSED_SECONDS = 1.0  # time for a refused peer to read the reason
 _UNREAD_SECONDS = 60.0  # a peer that reads nothing for so long is disconnected
 _UNIDENTIFIED = 1024  # connections; beyond it the oldest is closed
 _OF_A_NODE = 8  # connections of one node; beyond it the oldest is closed
@@ -44,21 +44,21 @@ class _Stream:
         self._loop = asyncio.get_running_loop()
 
     def received(self) -> bytearray | None:
-        """Return bytes that have arrived; none at the end, None if there are none yet."""
+        """Return bytes that have arrived; empty at the end of the stream, None if none came yet."""
         piece = bytearray()
         try:
-            while len(piece) < _PIECE_BYTES and (more := self.socket.recv(_PIECE_BYTES)):
-                piece += more
+            while len(piece) < _PIECE_BYTES and (data := self.socket.recv(_PIECE_BYTES)):
+                piece += data
         except (BlockingIOError, ssl.SSLWantReadError):
             return piece or None
         return piece
 
     async def send(self, data: bytes) -> None:
         """Send all bytes; TimeoutError if the peer reads nothing for too long."""
-        left = memoryview(data)
-        while left:
+        unsent = memoryview(data)
+        while unsent:
             try:
-                left = left[self.socket.send(left) :]
+                unsent = unsent[self.socket.send(unsent) :]
             except (BlockingIOError, ssl.SSLWantWriteError):
                 async with asyncio.timeout(_UNREAD_SECONDS):
                     await self._ready(self._loop.add_writer, self._loop.remove_writer)
@@ -82,7 +82,7 @@ class Frames:
         self._left, self._is_content, self._header = _PREFACE_BYTES, False, b""
 
     def weigh(self, piece: bytes | bytearray) -> tuple[int, int]:
-        """Return the bytes of content in the next bytes of a connection, and the rest's cost."""
+        """Return the bytes of content in a piece of a connection, and the cost of the rest."""
         at, content, cost = 0, 0, 0
         while at < len(piece):
             if self._left:
@@ -108,8 +108,8 @@ class Front:
 
     Guarantees:
         * With TLS, not a byte of a peer passes before its certificate is identified as a node's.
-        * What a peer has sent and gRPC has not answered is bounded, whatever the peer sends: the
-          front reads from it only while everything to it is sent, and as its `Allowance` permits.
+        * The data that a peer has sent and gRPC has not answered are bounded: the front reads from
+          a peer only while everything to it is sent, and only as its `Allowance` permits.
         * A node has a bounded number of connections, and connections of strangers cannot keep
           nodes out: if there are too many, the oldest that is not identified is closed.
         * Handshakes take a bounded share of the event loop's time.
@@ -150,7 +150,7 @@ class Front:
             task = loop.create_task(self._served(connection))
             self._connections[task] = self._unidentified[task] = None
             task.add_done_callback(self._forget)
-            await asyncio.sleep(0.0)  # those that were cancelled close their sockets
+            await asyncio.sleep(0.0)  # so that cancelled tasks close their sockets
 
     async def close(self) -> None:
         """End all connections."""
@@ -207,32 +207,32 @@ class Front:
     @contextmanager
     def _counted(self, node: str) -> Iterator[None]:
         """Count the current task as a connection of the node; close the oldest if it has many."""
-        task, own = cast("asyncio.Task[None]", asyncio.current_task()), self._nodes[node]
+        task, node_tasks = cast("asyncio.Task[None]", asyncio.current_task()), self._nodes[node]
         self._unidentified.pop(task, None)
-        own.append(task)
-        if len(own) > _OF_A_NODE and node != STRANGER:
-            own[0].cancel()
+        node_tasks.append(task)
+        if len(node_tasks) > _OF_A_NODE and node != STRANGER:
+            node_tasks[0].cancel()
         try:
             yield
         finally:
-            own.remove(task)
+            node_tasks.remove(task)
 
     async def _piped(self, outer: _Stream, peer: Peer) -> None:
         """Pass bytes between a peer and gRPC until either ends the connection."""
         self._count += 1
-        own, sent = self.inner.with_name(str(self._count)), asyncio.Event()
-        name = f"unix:{quote(str(own))}"  # as gRPC calls the peer
+        path, sent = self.inner.with_name(str(self._count)), asyncio.Event()
+        name = f"unix:{quote(str(path))}"  # as gRPC calls the peer
         with socket.socket(socket.AF_UNIX) as inner:
             inner.settimeout(0.0)
-            inner.bind(str(own))
-            own.unlink()
+            inner.bind(str(path))
+            path.unlink()
             self._authentication.peers[name] = peer
             try:
                 await asyncio.get_running_loop().sock_connect(inner, str(self.inner))
                 sent.set()
-                async with asyncio.TaskGroup() as ways:
-                    ways.create_task(self._inward(outer, inner, peer, sent))
-                    ways.create_task(self._outward(outer, inner, peer, sent))
+                async with asyncio.TaskGroup() as directions:
+                    directions.create_task(self._inward(outer, inner, peer, sent))
+                    directions.create_task(self._outward(outer, inner, peer, sent))
             except* (ConnectionRefusedError, FileNotFoundError):
                 self.refused = True
             except* OSError:
@@ -255,7 +255,7 @@ class Front:
             elif piece:
                 allowance.received(*frames.weigh(piece))
                 await loop.sock_sendall(inner, piece)
-                await asyncio.sleep(0.0)  # or a peer that is always ready would have the loop alone
+                await asyncio.sleep(0.0)  # or one peer could keep the event loop to itself
             else:
                 raise ConnectionResetError
 
@@ -278,23 +278,23 @@ def listening_sockets(address: Address, where: str) -> tuple[list[socket.socket]
     InvalidValueError, beginning with `where`: the port is taken, or no address is of this machine.
     """
     sockets: list[socket.socket] = []
-    port, failed = address.port, OSError("it has no address")
+    port, failure = address.port, OSError("it has no address")
     try:
         for family, *_, name in socket.getaddrinfo(address.host, port, type=socket.SOCK_STREAM):
             try:
-                both = family == socket.AF_INET6 and name[0] == "::" and socket.has_dualstack_ipv6()
-                made = socket.create_server(
-                    (name[0], port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
+                dual = family == socket.AF_INET6 and name[0] == "::" and socket.has_dualstack_ipv6()
+                listener = socket.create_server(
+                    (name[0], port), family=family, backlog=_BACKLOG, dualstack_ipv6=dual
                 )
             except OSError as error:  # such as ::1 of "localhost" where there is no IPv6
-                failed = error
+                failure = error
                 continue
-            made.settimeout(0.0)
-            sockets.append(made)
-            port = made.getsockname()[1]
+            listener.settimeout(0.0)
+            sockets.append(listener)
+            port = listener.getsockname()[1]
     except (OSError, UnicodeError) as error:
-        failed = OSError(reason_of(error))
+        failure = OSError(reason_of(error))
     if not sockets:
-        sentence = f"{where} the server cannot listen: {reason_of(failed)}"
-        raise InvalidValueError(sentence) from failed
+        sentence = f"{where} the server cannot listen: {reason_of(failure)}"
+        raise InvalidValueError(sentence) from failure
     return sockets, Address(address.host, port)

@@ -92,10 +92,10 @@ class Sites:
             ends[node] = site.certificate_end
             since = max(site.last_seen or self._began, self._began)
             if not site.connected and now - since >= _AWAY:
-                why = f"not connected since {since:%Y-%m-%d %H:%M UTC}"
-                self._log_at_most_every(_DAY, node, Trouble.AWAY, why)
-        for name, end in ends.items():
-            if end is not None and (notice := expiry(end, now)):
+                reason = f"not connected since {since:%Y-%m-%d %H:%M UTC}"
+                self._log_at_most_every(_DAY, node, Trouble.AWAY, reason)
+        for name, certificate_end in ends.items():
+            if certificate_end is not None and (notice := expiry(certificate_end, now)):
                 self._log_at_most_every(_DAY, name, Trouble.CERTIFICATE, notice)
 
     def troubles(self) -> dict[tuple[str, ...], float]:
@@ -134,12 +134,12 @@ class Sites:
             self._sites[node] = replace(saved[node], connected=False)
 
     def _keep(self, folder: RunFolder, over: Event) -> None:
-        written, failed = self._began - _MINUTE, False
+        last_written, failed = self._began - _MINUTE, False
         while not over.wait(_SECOND) or self._changed:
             self.look()
-            if not self._changed and abs(self._now() - written) < _MINUTE:
+            if not self._changed and abs(self._now() - last_written) < _MINUTE:
                 continue
-            self._changed, written = False, self._now()
+            self._changed, last_written = False, self._now()
             try:
                 folder.write_sites(self.table())
                 failed = False
@@ -164,8 +164,8 @@ class Metrics:
     """Numbers about a server, which Prometheus reads over HTTP.
 
     Guarantees:
-        * No number counts offers, accepted answers, calls or bytes, because a round has as many as
-          its cohort has nodes.
+        * No number counts offers, accepted answers, calls or bytes, because these depend on the
+          number of nodes in a cohort.
         * Troubles are counted by node, and a trouble in a round at a node of several users reveals
           that one of them was drawn, but not which. The operator needs it to find a broken site,
           and the log reveals as much. So numbers are served on loopback unless configured
@@ -222,9 +222,9 @@ class Metrics:
             ("troubles", _TROUBLES, "node what", self.sites.troubles()),
         ]
         if status is not None:  # an unknown ε is not shown as 0
-            newest = "Number of the newest round, from 1; 0 before the first."
+            description_of_round = "Number of the newest round, from 1; 0 before the first."
             states: _Numbers = {(state,): state is status.state for state in RunState}
-            families.append(("round", newest, "", {(): status.round}))
+            families.append(("round", description_of_round, "", {(): status.round}))
             families.append(("epsilon", "User-level ε spent so far.", "", {(): status.epsilon}))
             families.append(("state", "1 for what the server does.", "state", states))
         for name, description, labels, numbers in families:

@@ -121,7 +121,7 @@ class Transfers:
 
     @asynccontextmanager
     async def turn(self, node: str, until: float | None = None) -> AsyncGenerator[None, None]:
-        """Do as `newest`, but also wait for a place, and keep it for at most `seconds`."""
+        """Like `newest`, but also wait for a place, and keep it for at most `seconds`."""
         async with self.newest(node, until), self.places, asyncio.timeout(self._seconds):
             yield
 
@@ -225,7 +225,7 @@ class Service:
                 self.authentication.rates.grant(node, _CALLS_TO_VOTE)
 
     def votes(self, *, agrees: bool | None) -> int:
-        """Return how many connected nodes agree to the proposal or not; None: have not voted."""
+        """Return the number of connected nodes that agree, do not agree, or (None) did not vote."""
         ballot, nodes = self.ballot, self.connections.nodes
         return sum(ballot.agrees(node) is agrees for node in nodes) if ballot else 0
 
@@ -293,8 +293,8 @@ class Service:
             connection.tell(self.ballot)
         while (message := await connection.next(_RECHECK_SECONDS)) is not End.RUN_OVER:
             if isinstance(message, End):
-                newer, code = message is End.NEWER, grpc.StatusCode
-                raise RefusedCallError(code.ABORTED if newer else code.UNAVAILABLE, str(message))
+                is_newer, code = message is End.NEWER, grpc.StatusCode
+                raise RefusedCallError(code.ABORTED if is_newer else code.UNAVAILABLE, str(message))
             self.authentication.check(context)
             if votes.done():
                 votes.result()  # raises if a vote was refused, which ends the connection
@@ -324,16 +324,16 @@ class Service:
         ballot = self.ballot
         if ballot is None or vote.objection or vote.id != ballot.id:
             return vote
-        event, own = ballot.terms.price.event, vote.countersignature
+        event, signature = ballot.terms.price.event, vote.countersignature
         if event.secure_sum is None and ballot.head is None:
             return replace(vote, countersignature=None)
         binding = binding_of(self.enrolment.population_id, vote.id, event, ballot.head)
-        expected = node, PUBLIC_BYTES if event.secure_sum else 0
+        identity = node, PUBLIC_BYTES if event.secure_sum else 0
         certificate = self.authentication.peer_certificate()
-        if own is not None and (own.node, len(own.key)) == expected:
+        if signature is not None and (signature.node, len(signature.key)) == identity:
             with suppress(InvalidValueError):
-                if certificate_of(own, binding) == certificate:
-                    return replace(vote, countersignature=replace(own, head=ballot.head))
+                if certificate_of(signature, binding) == certificate:
+                    return replace(vote, countersignature=replace(signature, head=ballot.head))
         return replace(vote, objection="the vote is not signed by the node")
 
     def _report(self, node: str, vote: wire.Vote) -> None:
@@ -349,9 +349,9 @@ class Service:
             sentence = "the node that says hello is not the one of the certificate"
             raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, sentence)
         if hello.users_sha256 != self._digests[node]:
-            why = "the node holds other users than are enrolled at it"
-            self.sites.trouble(node, Trouble.ENROLMENT, why)
-            sentence = "the users that the node holds are not those that are enrolled at it"
+            reason = "the node holds other users than are enrolled at it"
+            self.sites.trouble(node, Trouble.ENROLMENT, reason)
+            sentence = "the node holds other users than are enrolled at it"
             raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
 
     async def download(self, request: pb.RoundId, context: Context) -> None:
@@ -366,7 +366,7 @@ class Service:
                 await self._send(chunk, context)
 
     async def upload(self, parts: Stream[pb.UploadPart], context: Context) -> pb.Receipt:
-        """Receive a node's answer to the present round; return a receipt, with a reason to refuse.
+        """Receive a node's answer to the present round; return a receipt with the outcome.
 
         A malformed answer is final: the node's users count as zero. After a transfer that took too
         long, the node may send again until the deadline.
@@ -440,8 +440,8 @@ class Service:
         async with self._ledgers.turn(NODE.get()):
             records = await asyncio.to_thread(self.ledger, head)
             if records is None:
-                why = "the node knows a head that the ledger never had"
-                self.sites.trouble(NODE.get(), Trouble.LEDGER, why)
+                reason = "the node knows a head that the ledger never had"
+                self.sites.trouble(NODE.get(), Trouble.LEDGER, reason)
                 await self._send(pb.FilePart(unknown=True), context)
                 return
             size, texts = records
@@ -576,7 +576,7 @@ def _generic_handler(service: Service) -> grpc.GenericRpcHandler:
 
     handlers = {}
     for method in pb.DESCRIPTOR.services_by_name["Federation"].methods:
-        answer, kind, most = answers[method.name]
-        reading = partial(parse, kind, most=most)
+        answer, kind, limit = answers[method.name]
+        reading = partial(parse, kind, most=limit)
         handlers[method.name] = service.authentication.handler(method, answer, reading, serialised)
     return grpc.method_handlers_generic_handler(SERVICE, handlers)

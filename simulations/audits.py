@@ -1,11 +1,11 @@
-"""What audits find: in runs that do what they charge, and in runs that leak more.
+"""Audits of runs that do what they charge, and of runs that leak more.
 
     python -m simulations.audits [--runs 100] [--faults NAME ...] [--mnist 3] [--figure FILE]
 
 Each run trains DIGITS by its plan (ε = 2, δ = 1e-3) with 1,000 canaries, from the operating
-system's entropy. A fault is a change of the program such as a programmer could make; the charge
-stays that of a program without it. The last row is MNIST by writer at ε = 10 with 5,000 canaries,
-which needs a folder named by FEDPRIV_DATA. What is in the folder of results is not made again.
+system's entropy. A fault is a change of the program that a programmer could make by mistake; the
+charge stays that of a correct program. The last row is MNIST by writer at ε = 10 with 5,000
+canaries, which needs the folder in FEDPRIV_DATA. Runs in the folder of results are not repeated.
 """
 
 import argparse
@@ -43,7 +43,7 @@ LAYERS = ("model={name='simulations.audits:four_layers'}", "clipping.strategy=pe
 
 
 def four_layers() -> nn.Module:
-    """A model of DIGITS with enough layers for a fault that adds up over them."""
+    """Return a model of DIGITS with enough layers for a fault that grows with their number."""
     widths = (64, 48, 48, 48, 10)
     layers = [nn.Sequential(nn.Linear(*pair), nn.ReLU()) for pair in pairwise(widths)]
     return nn.Sequential(nn.Flatten(), *layers[:-1], layers[-1][0])
@@ -62,7 +62,7 @@ ON_MNIST = "none, MNIST at ε = 10"
 
 @dataclass(frozen=True)
 class Audited:
-    """What the audit of one run found."""
+    """The result of the audit of one run."""
 
     fault: str
     epsilon: float  # claimed
@@ -72,12 +72,12 @@ class Audited:
     by_noise: bool  # refuted by a test of the noise
 
     @classmethod
-    def of(cls, fault: str, found: AuditResult) -> "Audited":
-        """The part of a result that is kept."""
-        guesses = any("guesses" in each for each in found.refutations)
-        noise = any("noise" in each for each in found.refutations)
-        low, estimate = found.epsilon_low, found.epsilon_estimate
-        return cls(fault, found.epsilon, low, estimate, guesses, noise)
+    def of(cls, fault: str, result: AuditResult) -> "Audited":
+        """Return the part of a result that is stored."""
+        guesses = any("guesses" in sentence for sentence in result.refutations)
+        noise = any("noise" in sentence for sentence in result.refutations)
+        low, estimate = result.epsilon_low, result.epsilon_estimate
+        return cls(fault, result.epsilon, low, estimate, guesses, noise)
 
 
 def audited(file: Path, settings: Sequence[str], fault: Broken = nullcontext) -> AuditResult:
@@ -100,25 +100,25 @@ def audited(file: Path, settings: Sequence[str], fault: Broken = nullcontext) ->
 
 
 def of_digits(name: str) -> Audited:
-    """A run on DIGITS with the fault of this name."""
+    """Audit a run on DIGITS with the fault of this name."""
     fault, settings = FAULTS[name]
     return Audited.of(name, audited(DIGITS, ["audit.canaries=1000", *settings], fault))
 
 
 def of_mnist(_name: str) -> Audited:
-    """A run on MNIST by writer."""
-    found = audited(MNIST, ["audit.canaries=5000", "privacy.epsilon=10.0"])
-    return Audited.of(ON_MNIST, found)
+    """Audit a run on MNIST by writer."""
+    result = audited(MNIST, ["audit.canaries=5000", "privacy.epsilon=10.0"])
+    return Audited.of(ON_MNIST, result)
 
 
-def table_of(found: Sequence[Audited]) -> Table:
-    """A row for each fault."""
+def table_of(audits: Sequence[Audited]) -> Table:
+    """Return a table with a row for each fault."""
     rows = []
-    for name in dict.fromkeys(each.fault for each in found):
-        runs = [each for each in found if each.fault == name]
-        lows = sorted(each.epsilon_low for each in runs)
-        estimates = [each.epsilon_estimate or 0.0 for each in runs]
-        refuted = sum(each.by_guesses or each.by_noise for each in runs)
+    for name in dict.fromkeys(audit.fault for audit in audits):
+        runs = [audit for audit in audits if audit.fault == name]
+        lows = sorted(audit.epsilon_low for audit in runs)
+        estimates = [audit.epsilon_estimate or 0.0 for audit in runs]
+        refuted = sum(audit.by_guesses or audit.by_noise for audit in runs)
         rows.append(
             (
                 name,
@@ -127,8 +127,8 @@ def table_of(found: Sequence[Audited]) -> Table:
                 f"{statistics.median(lows):.3f}",
                 f"{lows[0]:.2f} to {lows[-1]:.2f}",
                 f"{statistics.median(estimates):.2f}",
-                str(sum(each.by_guesses for each in runs)),
-                str(sum(each.by_noise for each in runs)),
+                str(sum(audit.by_guesses for audit in runs)),
+                str(sum(audit.by_noise for audit in runs)),
                 str(refuted),
             )
         )
@@ -137,22 +137,22 @@ def table_of(found: Sequence[Audited]) -> Table:
     return Table("DIGITS with 1,000 canaries, MNIST by writer with 5,000", columns, rows)
 
 
-def chart_of(found: AuditResult) -> Chart:
-    """Scores of canaries in one run."""
-    scores, there = np.array(found.scores), np.array(found.there)
+def chart_of(result: AuditResult) -> Chart:
+    """Return a chart of the scores of canaries in one run."""
+    scores, present = np.array(result.scores), np.array(result.there)
     ends = np.histogram_bin_edges(scores, bins=40)
     middles = ((ends[1:] + ends[:-1]) / 2.0).tolist()
     series = [
         Series(name, middles, np.histogram(scores[chosen], ends)[0].tolist(), dashed=dashed)
         for name, chosen, dashed in (
-            ("canaries that were there", there, False),
-            ("canaries that were not", ~there, True),
+            ("canaries that were there", present, False),
+            ("canaries that were not", ~present, True),
         )
     ]
     return Chart(
         "audit",
         "How surely canaries are told apart in one run on MNIST by writer",
-        f"{found.canaries:,} canaries at ε = 10: {found.text}.",
+        f"{result.canaries:,} canaries at ε = 10: {result.text}.",
         Axis("score", "log-likelihood ratio"),
         Axis("canaries", "count", from_zero=True),
         series,
@@ -168,19 +168,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--figure", type=Path, help="draw the scores of one more run on MNIST")
     parser.add_argument("--folder", type=Path, default=HERE / "results")
-    given = parser.parse_args(arguments)
-    found = [Audited(**row) for row in read_results(given.folder, "audits")]
+    options = parser.parse_args(arguments)
+    audits = [Audited(**row) for row in read_results(options.folder, "audits")]
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(given.workers, mp_context=context) as pool:
-        asked = {**dict.fromkeys(given.faults, given.runs), ON_MNIST: given.mnist}
-        for name, runs in asked.items():
-            missing = runs - sum(each.fault == name for each in found)
-            found += pool.map(of_mnist if name == ON_MNIST else of_digits, [name] * missing)
-            write_numbers([asdict(each) for each in found], given.folder, "audits")
-    write_results(table_of(found), [asdict(each) for each in found], given.folder, "audits")
-    if given.figure is not None:
-        shown = audited(MNIST, ["audit.canaries=5000", "privacy.epsilon=10.0"])
-        figure(chart_of(shown)).save(given.figure, scale_factor=2)
+    with ProcessPoolExecutor(options.workers, mp_context=context) as pool:
+        planned = {**dict.fromkeys(options.faults, options.runs), ON_MNIST: options.mnist}
+        for name, runs in planned.items():
+            count = runs - sum(audit.fault == name for audit in audits)
+            audits += pool.map(of_mnist if name == ON_MNIST else of_digits, [name] * count)
+            write_numbers([asdict(audit) for audit in audits], options.folder, "audits")
+    write_results(table_of(audits), [asdict(audit) for audit in audits], options.folder, "audits")
+    if options.figure is not None:
+        result = audited(MNIST, ["audit.canaries=5000", "privacy.epsilon=10.0"])
+        figure(chart_of(result)).save(options.figure, scale_factor=2)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What does the mean of the last models gain over the last one? The study behind `Run.mean_model`.
+"""The study behind `Run.mean_model`: the gain of the mean of the last models over the last one.
 
     FEDPRIV_DATA=FOLDER python -m simulations.averaging simulations/results/averaging.json
 
 Each row is a task of `simulations.default_tasks` at its ε or a quarter of it, with one optimiser
-and norm: accuracy on held-out rows of the last of 100 models, and how many percentage points more
-each mean has, on average over three seeds. A fraction is the share of the last rounds that are
-averaged, "ema 0.9" an exponential average with that decay. Ten minutes of one core.
+and norm: accuracy on held-out rows of the last of 100 models, and the gain of each mean in
+percentage points, on average over three seeds. A fraction is the averaged share of rounds, the last
+ones; "ema 0.9" is an exponential average with that decay. This takes ten minutes of one core.
 """
 
 import argparse
@@ -32,7 +32,7 @@ NAMES, SEEDS, ROUNDS = ("digits", "activities", "employment"), 3, 100
 def accuracies(
     task: str, epsilon: float, optimizer: str, rate: float, norm: float, seed: int
 ) -> dict[str, float]:
-    """Accuracy of the last model and of each mean."""
+    """Return the accuracy of the last model and of each mean."""
     table: dict[str, object] = {
         "name": task,
         "seed": seed,
@@ -51,8 +51,8 @@ def accuracies(
         paths = Path(folder) / "ledger.sqlite", Path(folder) / "participation.sqlite"
         with PrivacyRecords.open(*paths, task, experiment.budget) as records:
             state, entropy = experiment.initial_state, experiment.entropy
-            for after, _ in train(experiment.plan, state, transport, records, entropy):
-                models.append({n: t.astype(np.float64) for n, t in after.model.items()})
+            for state_after, _ in train(experiment.plan, state, transport, records, entropy):
+                models.append({n: t.astype(np.float64) for n, t in state_after.model.items()})
     means = {
         name: {n: np.mean([m[n] for m in models[-(ROUNDS // k) :]], axis=0) for n in models[0]}
         for name, k in FRACTIONS.items()
@@ -62,17 +62,17 @@ def accuracies(
         for model in models[1:]:
             mean = {n: decay * mean[n] + (1.0 - decay) * model[n] for n in mean}
         means[f"ema {decay:g}"] = mean
-    found = {}
+    results = {}
     for name, tensors in {"last": models[-1], **means}.items():
         model = {n: t.astype(np.float32) for n, t in tensors.items()}
         figures = evaluate(experiment.task, experiment.held_out, experiment.device, model)
         assert figures.accuracy is not None
-        found[name] = figures.accuracy
-    return found
+        results[name] = figures.accuracy
+    return results
 
 
 def main() -> None:
-    """Run what the file lacks, and write it after each row."""
+    """Run the rows that the file lacks, and write it after each row."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("file", type=Path)
     path = parser.parse_args().file
@@ -83,9 +83,9 @@ def main() -> None:
         if any(row.items() >= key.items() for row in rows):
             continue
         of_seeds = [accuracies(task, epsilon, optimizer, rate, norm, seed) for seed in range(SEEDS)]
-        last = np.mean([found["last"] for found in of_seeds])
+        last = np.mean([scores["last"] for scores in of_seeds])
         gains = {
-            name: round(100.0 * float(np.mean([found[name] for found in of_seeds]) - last), 1)
+            name: round(100.0 * float(np.mean([scores[name] for scores in of_seeds]) - last), 1)
             for name in of_seeds[0]
             if name != "last"
         }

@@ -1,6 +1,6 @@
 """Engines that are broken on purpose, each in one small way that an attack must notice.
 
-Each is a context in which the library is broken; what a ledger says stays the same.
+Each is a context in which the library is broken; the ledger's statements stay the same.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,7 +35,7 @@ _LARGEST = 2.0**45  # steps of a number that is not clipped
 
 @contextmanager
 def no_clipping() -> Iterator[None]:
-    """Updates are added up as they are, and sums are believed."""
+    """Add up updates without clipping, and accept all sums."""
 
     def clip_vectors(
         pieces: Sequence[FloatMatrix], clipping_norm: float, _: object
@@ -53,12 +53,12 @@ def no_clipping() -> Iterator[None]:
 
 @contextmanager
 def less_noise(share: float, most: int | None = None) -> Iterator[None]:
-    """Noise is this share of what the ledger says, in vector groups of at most so many numbers."""
+    """Add only this share of the noise in the ledger, to groups of at most `most` numbers."""
     honest = noise.rounded_gaussian
 
     def drawn(key: bytes, count: int, stddev: float) -> IntegerVector:
-        few = most is None or count <= most
-        return honest(key, count, stddev * (share if few else 1.0))
+        is_small = most is None or count <= most
+        return honest(key, count, stddev * (share if is_small else 1.0))
 
     with patch.object(gaussian_mechanism, "rounded_gaussian", drawn):
         yield
@@ -66,12 +66,12 @@ def less_noise(share: float, most: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def sums_of_many_louder() -> Iterator[None]:
-    """A cohort's sum is multiplied by the number of its users."""
+    """Multiply a cohort's sum by the number of its users."""
     honest = rounds.add_up
 
-    def added(partials: Iterable[PartialSum], how: Clipping, users: int) -> PartialSum:
-        found = honest(partials, how, users)
-        return replace(found, total=found.total * max(1, found.users))
+    def added(partials: Iterable[PartialSum], clipping: Clipping, users: int) -> PartialSum:
+        partial = honest(partials, clipping, users)
+        return replace(partial, total=partial.total * max(1, partial.users))
 
     with patch.object(rounds, "add_up", added):
         yield
@@ -79,11 +79,11 @@ def sums_of_many_louder() -> Iterator[None]:
 
 @contextmanager
 def realised_denominator() -> Iterator[None]:
-    """Averages are over those who came, and not over the constant number that is expected."""
+    """Divide by the number of users who took part, not by the constant expected number."""
     honest = rounds.release
 
-    def released(mechanism: Any, at: Any, cohort: PartialSum, *others: Any) -> Any:
-        average = honest(mechanism, at, cohort, *others)
+    def released(mechanism: Any, at: Any, cohort: PartialSum, *arguments: Any) -> Any:
+        average = honest(mechanism, at, cohort, *arguments)
         return average * mechanism.sampling.expected_cohort_size / max(1, cohort.users)
 
     with patch.object(rounds, "release", released):
@@ -92,13 +92,15 @@ def realised_denominator() -> Iterator[None]:
 
 @contextmanager
 def clipped_together() -> Iterator[None]:
-    """A chunk's updates are scaled down by the largest of them: one user changes all others'."""
+    """Scale a chunk's updates down by their maximum: one user changes the updates of others."""
     honest = batched.add_contributions
 
-    def add(total: FloatVector, updates: Updates, how: Clipping, weights: IntegerVector) -> None:
-        held = {name: update[:] for name, update in updates.items()}
-        largest = max(float(tensor.abs().max()) for tensor in held.values())
-        honest(total, {n: t / max(1.0, largest) for n, t in held.items()}, how, weights)
+    def add(
+        total: FloatVector, updates: Updates, clipping: Clipping, weights: IntegerVector
+    ) -> None:
+        tensors = {name: update[:] for name, update in updates.items()}
+        maximum = max(float(tensor.abs().max()) for tensor in tensors.values())
+        honest(total, {n: t / max(1.0, maximum) for n, t in tensors.items()}, clipping, weights)
 
     with patch.object(trainer, "add_contributions", add):
         yield
@@ -106,12 +108,14 @@ def clipped_together() -> Iterator[None]:
 
 @contextmanager
 def one_failure_spoils_all() -> Iterator[None]:
-    """A chunk counts as zero if one of its updates is not finite."""
+    """Count a chunk as zero if one of its updates is not finite."""
     honest = batched.add_contributions
 
-    def add(total: FloatVector, updates: Updates, how: Clipping, weights: IntegerVector) -> None:
+    def add(
+        total: FloatVector, updates: Updates, clipping: Clipping, weights: IntegerVector
+    ) -> None:
         if all(bool(torch.isfinite(update[:]).all()) for update in updates.values()):
-            honest(total, updates, how, weights)
+            honest(total, updates, clipping, weights)
 
     with patch.object(trainer, "add_contributions", add):
         yield
@@ -119,7 +123,7 @@ def one_failure_spoils_all() -> Iterator[None]:
 
 @contextmanager
 def failures_raise() -> Iterator[None]:
-    """A user whose training raises ends the run."""
+    """End the run if the training of a user raises."""
 
     def dropped(
         _: Trainer, _found: object, _chunk: Chunk, reason: str, error: Exception | None = None
@@ -132,13 +136,13 @@ def failures_raise() -> Iterator[None]:
 
 @contextmanager
 def shapes_of_all_enrolled() -> Iterator[None]:
-    """Losses are means over as many rows as the largest enrolled user has, drawn or not."""
+    """Average losses over the row count of the largest enrolled user, drawn or not."""
     honest = InProcessTransport.collect
 
-    def collected(own: InProcessTransport, request: RoundRequest) -> Iterator[PartialSum]:
-        largest = int(own.users.sizes.max())
-        for partial_sum in honest(own, request):
-            yield replace(partial_sum, total=partial_sum.total * 10 // max(10, largest))
+    def collected(transport: InProcessTransport, request: RoundRequest) -> Iterator[PartialSum]:
+        rows = int(transport.users.sizes.max())
+        for partial_sum in honest(transport, request):
+            yield replace(partial_sum, total=partial_sum.total * 10 // max(10, rows))
 
     with patch.object(InProcessTransport, "collect", collected):
         yield
@@ -146,14 +150,14 @@ def shapes_of_all_enrolled() -> Iterator[None]:
 
 @contextmanager
 def noise_used_twice() -> Iterator[None]:
-    """Each group's noise of a round again in the next one."""
-    kept = dict[int, np.ndarray]()
+    """Use each group's noise of a round again in the next round."""
+    stored = dict[int, np.ndarray]()
 
     def again(key: bytes, count: int, stddev: float) -> np.ndarray:
-        if count in kept:
-            return kept.pop(count)
-        kept[count] = rounded_gaussian(key, count, stddev)
-        return kept[count]
+        if count in stored:
+            return stored.pop(count)
+        stored[count] = rounded_gaussian(key, count, stddev)
+        return stored[count]
 
     with patch.object(gaussian_mechanism, "rounded_gaussian", again):
         yield
@@ -161,12 +165,12 @@ def noise_used_twice() -> Iterator[None]:
 
 @contextmanager
 def bound_as_if_joint() -> Iterator[None]:
-    """Noise for the norm of one tensor, priced as if it were that of the whole update."""
+    """Add noise for the norm of one tensor, and charge as if for the whole update."""
 
     def of_one(
         moved: tuple[float, ...], noise_multiplier: float, _shares: object
     ) -> tuple[float, ...]:
-        return tuple(noise_multiplier * each for each in moved)
+        return tuple(noise_multiplier * sensitivity for sensitivity in moved)
 
     def least(event: RoundEvent) -> float:
         return min(query.noise_stddev / query.clipping_norm for query in event.queries)
@@ -180,11 +184,11 @@ def bound_as_if_joint() -> Iterator[None]:
 
 @contextmanager
 def half_of_q_charged() -> Iterator[None]:
-    """Users who join twice as often as is charged."""
-    stated = PoissonSampling.event
+    """Charge half of the probability with which users join."""
+    honest = PoissonSampling.event
 
     def half(sampling: PoissonSampling) -> SamplingEvent:
-        event = stated(sampling)
+        event = honest(sampling)
         return replace(event, sampling_probability=event.sampling_probability / 2.0)
 
     with patch.object(PoissonSampling, "event", half):

@@ -1,11 +1,11 @@
-"""A census asked with user-level privacy: `python -m simulations.census`.
+"""A census with user-level privacy: `python -m simulations.census`.
 
 Each person of a public sample of the US census is a user: a histogram of education, the mean age,
 and quantiles of age and income, all at one (ε, δ). The data are the file FultonPUMS5full.csv of the
-Public Use Microdata Sample, in the folder that FEDPRIV_DATA names or in `census_pums` inside it.
+Public Use Microdata Sample, in the folder FEDPRIV_DATA or in its subfolder `census_pums`.
 
-The true values are printed beside the released ones because this is a study. They are no part of
-what a survey releases, and are not private.
+The true values are printed next to the released ones because this is a study. A survey does not
+release them, and they are not private.
 """
 
 import argparse
@@ -46,13 +46,13 @@ INCOMES = tuple(range(0, 200_001, 2_000))
 
 
 def load(file: Path) -> UserStore:
-    """One user per person, with the columns age, educ and income."""
+    """Return one user per person, with the columns age, educ and income."""
     fields = read_csv(file, COLUMNS)
     return UserStore(fields, np.arange(len(fields["age"]) + 1))
 
 
 def census(people: int, noise_multiplier: float, sampling_probability: float) -> Survey:
-    """The questions; their ranges are chosen without looking at the answers."""
+    """Return the questions; their ranges were chosen without looking at the answers."""
     return Survey(
         run="census",
         questions=(
@@ -67,7 +67,7 @@ def census(people: int, noise_multiplier: float, sampling_probability: float) ->
 
 
 def truth(users: UserStore) -> dict[str, np.ndarray]:
-    """The same of the people themselves, without privacy: for this study alone."""
+    """Return the true answers, without privacy, for this study only."""
     age, educ, income = (users.fields[column].astype(float) for column in COLUMNS)
     return {
         "mean age": age.mean(),
@@ -78,30 +78,30 @@ def truth(users: UserStore) -> dict[str, np.ndarray]:
 
 
 def table(answers: Answers, users: UserStore) -> Table:
-    """Truth, release and noise of each answer."""
+    """Return a table with the truth, the release and the noise of each answer."""
     labels = {
         "mean age": ("years",),
         "age": tuple(f"{p:.0%} are at most" for p in PROBABILITIES),
         "income": tuple(f"{p:.0%} have at most $" for p in PROBABILITIES),
         "education": EDUCATION,
     }
-    shown = Table("", "", "truth (in this study only)", "released", "noise ±", "95% interval")
-    for column in shown.columns[2:]:
+    grid = Table("", "", "truth (in this study only)", "released", "noise ±", "95% interval")
+    for column in grid.columns[2:]:
         column.justify = "right"
-    for name, true in truth(users).items():
+    for name, truth_value in truth(users).items():
         answer = answers[name]
         digits = 2 if name == "mean age" else 0
-        parts = (true, answer.value, answer.noise_stddev, answer.low, answer.high)
+        parts = (truth_value, answer.value, answer.noise_stddev, answer.low, answer.high)
         rows = np.stack([np.atleast_1d(part) for part in parts], axis=1)
         for label, row in zip(labels[name], rows, strict=True):
-            known, value, noise, low, high = (f"{number:,.{digits}f}" for number in row)
-            shown.add_row(name, label, known, value, noise, f"{low} to {high}")
-        shown.add_section()
-    return shown
+            exact, value, noise, low, high = (f"{number:,.{digits}f}" for number in row)
+            grid.add_row(name, label, exact, value, noise, f"{low} to {high}")
+        grid.add_section()
+    return grid
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> None:
-    """Ask once and print what was released, and what it cost."""
+    """Ask once, and print the answers and their cost."""
     users = load(find_census(arguments.data))
     q, delta = arguments.sampling_probability, arguments.delta
     z = calibrate_noise_multiplier(arguments.epsilon, delta, 1, q)
@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
 
 
 def main() -> None:
-    """Run with the arguments of the command line; exit with one sentence if that cannot be done."""
+    """Run with the arguments of the command line; exit with one sentence if that fails."""
     parser = argparse.ArgumentParser(description="a census asked with user-level privacy")
     parser.add_argument("--data", help=f"folder of {CENSUS_FILE}; by default, FEDPRIV_DATA")
     parser.add_argument("--epsilon", type=float, default=1.0)

@@ -24,7 +24,7 @@ class CharacterMLP(nn.Module):
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         """Return the scores [B, alphabet, T] of the next character at each position."""
-        seen = functional.pad(text, (self.context - 1, 0)).unfold(1, self.context, 1)
-        hidden = torch.tanh(self.hidden(self.characters(seen).flatten(2)))
+        windows = functional.pad(text, (self.context - 1, 0)).unfold(1, self.context, 1)
+        hidden = torch.tanh(self.hidden(self.characters(windows).flatten(2)))
         scores: torch.Tensor = self.scores(hidden).transpose(1, 2)
         return scores

@@ -1,8 +1,8 @@
-"""The tasks of `simulations.defaults`: each is what an experiment names, data, model, ε and δ.
+"""The tasks of `simulations.defaults`: each has data, a model, ε and δ.
 
-Six have users of one row, the others users of several. Data are read from the folder FEDPRIV_DATA,
-see docs/data.md; inputs are scaled by public constants, or by those of held-out people, who are
-taken to be public.
+In six tasks users have one row, in the others several. Data are read from the folder FEDPRIV_DATA,
+see docs/data.md. Inputs are scaled by public constants, or by statistics of held-out people, which
+count as public.
 """
 
 import os
@@ -33,58 +33,62 @@ _ASSOCIATE = 12  # the least educ with a degree
 
 
 def employment() -> Population:
-    """Who is employed? Each of 20,000 people is a user, with one record of nine facts."""
-    people, others = load(find_census()).split(HELD_OUT)
+    """Return 20,000 people as users, with one record of nine facts, to predict employment."""
+    people, held_out = load(find_census()).split(HELD_OUT)
     return Population.from_arrays(
         scaled(people.x),
         people.y.astype(np.int64),
         np.arange(len(people.y)),
-        held_out=(scaled(others.x), others.y.astype(np.int64)),
+        held_out=(scaled(held_out.x), held_out.y.astype(np.int64)),
         name="census: employment",
     )
 
 
 def census(target: str, users: int) -> Population:
-    """People of the census with one row each, and 5,000 who are held out.
+    """Return people of the census with one row each, and 5,000 held-out people.
 
     The target is `income` (above 50,000 dollars), `married`, `age` (centred at 45, in units of 15
     years), or `answers`, which is five of them at once.
     """
     columns = read_csv(find_census(), ["age", "educ", "income", *YES_OR_NO])
     hidden = {"age": (), "income": (), "married": ("married", "divorced")}
-    asked = ("employed", "married", "children", "disability", "militaryservice")
-    facts = [n for n in YES_OR_NO if n not in hidden.get(target, asked)]
+    answers = ("employed", "married", "children", "disability", "militaryservice")
+    facts = [n for n in YES_OR_NO if n not in hidden.get(target, answers)]
     x = census_facts(columns, facts)
     rich = columns["income"] > 50_000
     if target == "age":
-        x = np.hstack([x[:, 7:], rich[:, None]]).astype(np.float32)  # without the groups of ages
+        x = np.hstack([x[:, 7:], rich[:, None]]).astype(np.float32)  # without groups of ages
         y = ((columns["age"] - 45.0) / 15.0).astype(np.float32)[:, None]
     elif target == "answers":
-        y = np.stack([columns[name] for name in asked], axis=1).astype(np.float32)
+        y = np.stack([columns[name] for name in answers], axis=1).astype(np.float32)
     else:
         y = (rich if target == "income" else columns[target] == 1.0).astype(np.int64)
     order = np.random.default_rng(0).permutation(len(y))
-    some, others = order[:users], order[-_TESTED:]
+    training, testing = order[:users], order[-_TESTED:]
     return Population.from_arrays(
-        x[some], y[some], np.arange(users), held_out=(x[others], y[others]), name=target
+        x[training], y[training], np.arange(users), held_out=(x[testing], y[testing]), name=target
     )
 
 
 def tumours() -> Population:
-    """Which of 426 tumours is benign? One row each; scaled by the 143 that are held out."""
+    """Return 426 tumours as users, benign or not; scaled by the 143 held-out ones."""
     x, y = load_breast_cancer(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(y))
-    some, others = order[143:], order[:143]
-    x = ((x - x[others].mean(0)) / x[others].std(0)).clip(-5, 5).astype(np.float32)
+    training, testing = order[143:], order[:143]
+    x = ((x - x[testing].mean(0)) / x[testing].std(0)).clip(-5, 5).astype(np.float32)
     return Population.from_arrays(
-        x[some], y[some], np.arange(len(some)), held_out=(x[others], y[others]), name="tumours"
+        x[training],
+        y[training],
+        np.arange(len(training)),
+        held_out=(x[testing], y[testing]),
+        name="tumours",
     )
 
 
 def activities() -> Population:
-    """Five activities of 18 people with a phone and a watch; the executions are the users.
+    """Return five activities of 18 people with a phone and a watch; users are executions.
 
-    Held out are five other people, by whom the 40 features are scaled.
+    Five other people are held out, and the 40 features are scaled by their statistics.
     """
     with np.load(Path(os.environ["FEDPRIV_DATA"]) / "har_phone_watch/har_features.npz") as file:
         x, y, subject, execution = (file[n] for n in ("X", "y", "subject", "execution"))
@@ -97,28 +101,28 @@ def activities() -> Population:
 
 
 def writers(images: int) -> Population:
-    """MNIST's writers, each with its first images."""
+    """Return MNIST's writers, each with its first images."""
     all_of = load_mnist_writers()
     starts, ends = all_of.users.offsets[:-1], all_of.users.offsets[1:]
-    some = np.concatenate(
+    rows = np.concatenate(
         [np.arange(a, min(b, a + images)) for a, b in zip(starts, ends, strict=True)]
     )
     owner = np.repeat(np.arange(len(starts)), np.minimum(ends - starts, images))
-    x, y = (all_of.users.fields[name][some] for name in ("x", "y"))
+    x, y = (all_of.users.fields[name][rows] for name in ("x", "y"))
     test = all_of.test["x"][:_TESTED], all_of.test["y"][:_TESTED]
     return Population.from_arrays(x, y, owner, held_out=test, name="writers")
 
 
 def digits_dealt(users: int, deal: str) -> Population:
-    """MNIST's images at half the width, dealt by "label", or in "unequal" or "equal" parts.
+    """Return MNIST's images at half the width, dealt by "label", or in "unequal" or "equal" parts.
 
-    By label, users have one digit each; unequal parts have sizes of Pareto's law, of exponent 1.
-    Equal parts are of 20 images, others share 10,000 images.
+    By label, users have one digit each. Sizes of unequal parts follow Pareto's law with exponent 1.
+    Equal parts have 20 images; in the other cases users share 10,000 images.
     """
     writers = load_mnist_writers()
     draw = np.random.default_rng(0)
-    some = draw.permutation(writers.users.rows)[: 20 * users if deal == "equal" else 10_000]
-    x, y = (writers.users.fields[name][some] for name in ("x", "y"))
+    rows = draw.permutation(writers.users.rows)[: 20 * users if deal == "equal" else 10_000]
+    x, y = (writers.users.fields[name][rows] for name in ("x", "y"))
     if deal == "label":
         owner = shards(y, users, 1, 0)
     elif deal == "equal":
@@ -136,13 +140,13 @@ def digits_dealt(users: int, deal: str) -> Population:
 
 
 def _halved(images: Array) -> Floats:
-    """[n, 1, 28, 28] → [n, 1, 14, 14]."""
+    """Return images at half the width: [n, 1, 28, 28] → [n, 1, 14, 14]."""
     halved: Floats = images.reshape(-1, 1, 14, 2, 14, 2).mean((3, 5), dtype=np.float32)
     return halved
 
 
 def photographs(users: int, rows: int) -> Population:
-    """CIFAR-10 at half the width, some of its images to each user."""
+    """Return CIFAR-10 at half the width, with `rows` images for each user."""
     with np.load(Path(os.environ["FEDPRIV_DATA"]) / "cifar10/cifar10.npz") as file:
         (x, y), (xt, yt) = images(file, "train", users * rows), images(file, "test", 3_000)
     owner = np.arange(users * rows) % users
@@ -152,13 +156,13 @@ def photographs(users: int, rows: int) -> Population:
 
 
 def _small(pixels: NDArray[np.uint8]) -> Floats:
-    """[n, 32, 32, 3] → [n, 3, 16, 16] about 0."""
+    """Return inputs around 0 at half the width: [n, 32, 32, 3] → [n, 3, 16, 16]."""
     x = pixels.reshape(-1, 16, 2, 16, 2, 3).mean((2, 4), dtype=np.float32)
     return np.ascontiguousarray(x.transpose(0, 3, 1, 2) / np.float32(64.0) - np.float32(2.0))
 
 
 def small_cnn() -> nn.Module:
-    """Two convolutions on images [B, 3, 16, 16]: 13,402 parameters."""
+    """Return a model with two convolutions on images [B, 3, 16, 16]: 13,402 parameters."""
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, stride=2, padding=1),
         nn.Tanh(),
@@ -172,18 +176,18 @@ def small_cnn() -> nn.Module:
 
 
 def speeches(users: int) -> Population:
-    """What some of Shakespeare's roles say, in at most eight windows of 16 characters each."""
+    """Return texts of some of Shakespeare's roles, in at most eight windows of 16 characters."""
     roles = load_shakespeare_roles(length=16, windows_per_role=8)
     ends = roles.users.offsets
     owner = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
-    some = owner < users
-    x, y = (roles.users.fields[name][some] for name in ("x", "y"))
+    selected = owner < users
+    x, y = (roles.users.fields[name][selected] for name in ("x", "y"))
     test = roles.test["x"][:_TESTED], roles.test["y"][:_TESTED]
-    return Population.from_arrays(x, y, owner[some], held_out=test, name="speeches")
+    return Population.from_arrays(x, y, owner[selected], held_out=test, name="speeches")
 
 
 class Recurrent(nn.Module):
-    """Characters [B, T] to scores [B, 96, T] of the next: 7,968 parameters."""
+    """A map of characters [B, T] to scores [B, 96, T] of the next one: 7,968 parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +202,7 @@ class Recurrent(nn.Module):
 
 @dataclass(frozen=True)
 class Task:
-    """What an experiment names: data, model, ε and δ."""
+    """Data, model, ε and δ of an experiment."""
 
     title: str  # in the table of docs/choosing-settings.md
     users: int  # N
@@ -208,13 +212,13 @@ class Task:
     delta: float
 
 
-def _mlp(inputs: int, hidden: int, classes: int, **others: object) -> dict[str, object]:
+def _mlp(inputs: int, hidden: int, classes: int, **sections: object) -> dict[str, object]:
     options = {"inputs": inputs, "hidden": hidden, "classes": classes}
-    return {"name": "mlp", "options": options, **others}
+    return {"name": "mlp", "options": options, **sections}
 
 
-def _linear(inputs: int, classes: int, **others: object) -> dict[str, object]:
-    return {"name": "softmax", "options": {"inputs": inputs, "classes": classes}, **others}
+def _linear(inputs: int, classes: int, **options: object) -> dict[str, object]:
+    return {"name": "softmax", "options": {"inputs": inputs, "classes": classes}, **options}
 
 
 def _here(function: str, **options: object) -> dict[str, object]:
@@ -327,7 +331,7 @@ TASKS = {
 
 @lru_cache(maxsize=1)
 def population_of(task: str) -> Population:
-    """The users of a task."""
+    """Return the users of a task."""
     data = spelled_out({"data": TASKS[task].data})["data"]
     assert isinstance(data, dict)
     return load_population(data["name"], data.get("options", {}))

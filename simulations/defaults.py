@@ -1,17 +1,17 @@
-"""Which settings do well on everything? The study behind the defaults of an experiment.
+"""The study behind the defaults of an experiment: which settings do well on all tasks.
 
     FEDPRIV_DATA=FOLDER python -m simulations.defaults simulations/results/defaults.json --again
     python -m simulations.defaults simulations/results/defaults.json --charts docs/images
 
-The file has two scores for each task of `TASKS`, those of the best constant and of a model that was
-trained without noise, and a row for each run: a task with its own (ε, δ), a setting, a seed, and
-the score of the last model. Scores are on held-out rows: accuracy, or for a number R². Rows whose
-score is null are run; `--again` runs all, which takes about twenty minutes of one core.
+The file has two scores for each task of `TASKS`, of the best constant and of a model trained
+without noise, and a row for each run: a task with its own (ε, δ), a setting, a seed, and the score
+of the last model. Scores are on held-out rows: accuracy, or R² of a number. Rows whose score is
+null are run; `--again` runs all, which takes about twenty minutes of one core.
 
 Rules for the norm are compared by the share of the gap between constant and noiseless model that
 they close. For each task a rule is chosen on all other tasks, under one seed (`leave_one_out`). The
-best setting of a task is what tuning there would have found under that seed; it and the defaults
-were run again under other seeds, so that neither is measured by runs that it was chosen by.
+best setting of a task is the result of tuning on this task under that seed. The best setting and
+the defaults were run again under other seeds, so the runs that chose them do not measure them.
 """
 
 import argparse
@@ -42,17 +42,17 @@ Rule = Callable[[float], float]  # from the expected size of a cohort to the nor
 
 
 def constant(norm: float) -> Rule:
-    """Return the rule of one norm."""
+    """Return the rule that always gives this norm."""
     return lambda _: norm
 
 
 def root(part: float) -> Rule:
-    """Return the rule of a norm that grows as the root of a cohort's size, from 0.1 to 1."""
+    """Return the rule of a norm that grows like the root of a cohort's size, from 0.1 to 1."""
     return lambda size: min(max(0.1, math.sqrt(size) / part), 1.0)
 
 
 def step(norm: float, least: float) -> Rule:
-    """Return the rule of a norm for cohorts of some size or more, and 0.1 for smaller ones."""
+    """Return the rule of this norm for cohorts of `least` users or more, else 0.1."""
     return lambda size: norm if size >= least else 0.1
 
 
@@ -71,7 +71,7 @@ DEFAULT = root(100)  # as `Mechanism.for_users` has it
 
 @dataclass(frozen=True)
 class Setting:
-    """What an experiment may set beside one epoch of local training."""
+    """Settings of an experiment with one epoch of local training."""
 
     optimizer: str = "fedadam"
     rate: float = 0.03  # the server's learning rate
@@ -84,7 +84,7 @@ class Setting:
 
     @property
     def table(self) -> dict[str, object]:
-        """The sections of an experiment, but for q."""
+        """The sections of an experiment, except q."""
         rate: object = self.rate
         if self.schedule:
             falling = {"start": self.rate, "end": 0.0, "rounds": self.rounds}
@@ -99,7 +99,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Run(Setting):
-    """One row: a task, a seed, a setting, and what came of it."""
+    """One row: a task, a seed, a setting and its score."""
 
     task: str = ""
     seed: int = CHOSEN_BY
@@ -107,13 +107,13 @@ class Run(Setting):
 
     @property
     def setting(self) -> Setting:
-        """What was set."""
+        """The setting of this run."""
         return Setting(**{name: getattr(self, name) for name in Setting.__annotations__})
 
 
 @dataclass
 class Results:
-    """What the file holds."""
+    """The content of the file."""
 
     bounds: dict[str, tuple[float, float]]  # by task: scores of the constant, and without noise
     runs: list[Run]
@@ -121,12 +121,12 @@ class Results:
     @classmethod
     def read(cls, file: Path) -> "Results":
         """Read the file."""
-        held = json.loads(file.read_text("utf-8"))
-        bounds = {task: (low, high) for task, (low, high) in held["bounds"].items()}
-        return cls(bounds, [Run(**row) for row in held["runs"]])
+        content = json.loads(file.read_text("utf-8"))
+        bounds = {task: (low, high) for task, (low, high) in content["bounds"].items()}
+        return cls(bounds, [Run(**row) for row in content["runs"]])
 
     def write(self, file: Path) -> None:
-        """Write the file, without what is a default of `Run`."""
+        """Write the file, without fields at the default of `Run`."""
         usual = asdict(Run())
         rows = (
             {k: v for k, v in asdict(run).items() if v != usual[k] or k in ("seed", "score")}
@@ -139,15 +139,15 @@ class Results:
 
     def of(self, task: str) -> dict[Setting, float]:
         """Return the scores of all settings that were compared on a task."""
-        tried = (run for run in self.runs if (run.task, run.seed) == (task, CHOSEN_BY))
-        return {run.setting: run.score for run in tried if run.score is not None}
+        runs = (run for run in self.runs if (run.task, run.seed) == (task, CHOSEN_BY))
+        return {run.setting: run.score for run in runs if run.score is not None}
 
     def mean(self, task: str, setting: Setting) -> float:
         """Return the mean score of a setting under the other seeds; NaN if there is none."""
         if setting.norm == DEFAULT(cohort_of(task)):
             setting = replace(setting, norm=None)
-        same = (run for run in self.runs if (run.task, run.setting) == (task, setting))
-        scores = [run.score for run in same if run.seed != CHOSEN_BY and run.score is not None]
+        runs = (run for run in self.runs if (run.task, run.setting) == (task, setting))
+        scores = [run.score for run in runs if run.seed != CHOSEN_BY and run.score is not None]
         return float(np.mean(scores)) if scores else math.nan
 
     def share(self, task: str, score: float) -> float:
@@ -156,10 +156,12 @@ class Results:
         return (score - low) / (high - low)
 
     def share_of(self, rule: Rule, task: str) -> float:
-        """Return the share that a rule closes, with the nearest norm that was tried."""
-        wanted, scores = rule(cohort_of(task)), self.of(task)
-        tried = [Setting(norm=norm) for norm in NORMS if Setting(norm=norm) in scores]
-        nearest = min(tried, key=lambda each: abs(math.log((each.norm or 1.0) / wanted)))
+        """Return the share of the gap that a rule closes, with the nearest norm that was tried."""
+        norm_wanted, scores = rule(cohort_of(task)), self.of(task)
+        settings = [Setting(norm=norm) for norm in NORMS if Setting(norm=norm) in scores]
+        nearest = min(
+            settings, key=lambda setting: abs(math.log((setting.norm or 1.0) / norm_wanted))
+        )
         return self.share(task, scores[nearest])
 
 
@@ -204,17 +206,17 @@ def measured(run: Run) -> Run:
         with PrivacyRecords.open(*paths, run.task, experiment.budget) as records:
             state = experiment.initial_state
             rounds = train(experiment.plan, state, transport, records, experiment.entropy)
-            for state, _ in rounds:  # noqa: B007 - the last one is kept
+            for state, _ in rounds:  # noqa: B007 - the last one is used
                 pass
     return replace(run, score=_score(experiment, state.model))
 
 
 def _score(experiment: Experiment, model: Mapping[str, NDArray[np.float32]]) -> float:
     """Return the accuracy of a model on held-out rows, or R² if they have numbers."""
-    found = evaluate(experiment.task, experiment.held_out, experiment.device, model)
-    if found.accuracy is not None:
-        return round(found.accuracy, 4)
-    return round(1.0 - found.loss / float(experiment.held_out["y"].var()), 4)
+    figures = evaluate(experiment.task, experiment.held_out, experiment.device, model)
+    if figures.accuracy is not None:
+        return round(figures.accuracy, 4)
+    return round(1.0 - figures.loss / float(experiment.held_out["y"].var()), 4)
 
 
 def bounds(name: str) -> tuple[float, float]:
@@ -223,14 +225,14 @@ def bounds(name: str) -> tuple[float, float]:
     task, y = experiment.task, experiment.held_out["y"]
     low = 0.0  # R²
     if TASKS[name].model.get("loss") != "mse":
-        several = y.dtype.kind == "f"  # answers 0 and 1
-        shares = [y.mean(0), 1.0 - y.mean(0)] if several else np.bincount(y.ravel()) / y.size
+        is_vector = y.dtype.kind == "f"  # answers 0 and 1
+        shares = [y.mean(0), 1.0 - y.mean(0)] if is_vector else np.bincount(y.ravel()) / y.size
         low = float(np.mean(np.max(shares, axis=0)))
     rows, draw, high = population_of(name).users.fields, np.random.default_rng(0), -math.inf
     adam = torch.optim.Adam(task.model.parameters(), 3e-3)
     for step in range(1, 3_001):
-        some = draw.integers(0, len(rows["y"]), 64)
-        x, targets = (torch.tensor(rows[field][some]) for field in ("x", "y"))
+        batch = draw.integers(0, len(rows["y"]), 64)
+        x, targets = (torch.tensor(rows[field][batch]) for field in ("x", "y"))
         adam.zero_grad()
         task.losses_of(task.model(x), targets).mean().backward()  # type: ignore[no-untyped-call]
         adam.step()
@@ -243,18 +245,18 @@ def summary(results: Results) -> list[str]:
     """Return rows of a table: each task, the defaults and the best setting under other seeds."""
     lines = []
     for name, task in TASKS.items():
-        tried = results.of(name)
-        best = max(tried, key=lambda setting: tried[setting])
+        settings = results.of(name)
+        best = max(settings, key=lambda setting: settings[setting])
         low, high = results.bounds[name]
-        found = low, results.mean(name, Setting()), results.mean(name, best), high
-        scores = " | ".join(f"{100 * score:.1f}" for score in found)
-        who = f"{task.title} | {task.users:,} | {task.epsilon:g}"
-        lines.append(f"| {who} | {scores} | {len(tried)} | {best}")
+        columns = low, results.mean(name, Setting()), results.mean(name, best), high
+        scores = " | ".join(f"{100 * score:.1f}" for score in columns)
+        title = f"{task.title} | {task.users:,} | {task.epsilon:g}"
+        lines.append(f"| {title} | {scores} | {len(settings)} | {best}")
     return lines
 
 
 def rules(results: Results) -> list[str]:
-    """Return what each rule closes in the mean, and what is chosen without each task."""
+    """Return the mean share that each rule closes, and the rule chosen without each task."""
     lines = []
     for name, rule in RULES.items():
         shares = [results.share_of(rule, task) for task in TASKS]
@@ -273,8 +275,8 @@ def rules(results: Results) -> list[str]:
 
 def charts(runs: Sequence[Run]) -> list[Chart]:
     """Return charts of accuracy by the server's learning rate, for each optimiser at one norm."""
-    found = []
-    for task, named in (("digits", "DIGITS, ε = 2"), ("activities", "HAR by execution, ε = 8")):
+    drawn_charts = []
+    for task, title in (("digits", "DIGITS, ε = 2"), ("activities", "HAR by execution, ε = 8")):
         series = []
         for optimizer in OPTIMIZERS:
             of_one = sorted(
@@ -285,21 +287,21 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
             )
             rates, reached = zip(*of_one, strict=True)
             series.append(Series(optimizer, rates, reached))
-        found.append(
+        drawn_charts.append(
             Chart(
                 f"server_rates_{task}",
-                f"The server's learning rate, {named}",
+                f"The server's learning rate, {title}",
                 "Flat clipping to 0.3, q = 0.3, 100 rounds, one seed.",
                 Axis("server's learning rate", log=True),
                 Axis("accuracy on held-out rows", "%"),
                 series,
             )
         )
-    return found
+    return drawn_charts
 
 
 def main() -> None:
-    """Run what is missing, print the tables, and draw."""
+    """Run the missing rows, print the tables, and draw."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--again", action="store_true", help="run every row again")

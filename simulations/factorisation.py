@@ -1,7 +1,7 @@
-"""Errors of optimised strategies of correlated noise, beside those of jax-privacy's optimisers.
+"""Errors of optimised strategies of correlated noise, compared with jax-privacy's optimisers.
 
 Both are computed here from the coefficients, at equal noise per sensitivity, for prefix sums of
-2,000 rounds. Without jax-privacy the table has our strategies alone.
+2,000 rounds. Without jax-privacy the table has only our strategies.
 
     python -m simulations.factorisation [--rounds N] [--json FILE]
 """
@@ -29,13 +29,13 @@ from fedpriv.accounting.factorisation import (
 from fedpriv.ledger.events import Schedule
 
 PARTICIPATIONS = ((1, 1.0), (5, 0.2), (20, 0.05), (4, 0.05))
-"""k, and b over the number of rounds."""
+"""k, and b as a fraction of the number of rounds."""
 BUFFERS = (2, 4)
 Strategy = tuple[float, ...]
 
 
 def settings(rounds: int) -> Iterator[tuple[str, Schedule, int, Objective]]:
-    """The kind of strategy, its schedule, its number of bands or buffers, and what it is for."""
+    """Yield kind of strategy, schedule, number of bands or buffers, and objective."""
     for k, share in PARTICIPATIONS:
         schedule = Schedule(rounds, k, max(1, round(share * rounds)))
         for objective in Objective:
@@ -46,15 +46,15 @@ def settings(rounds: int) -> Iterator[tuple[str, Schedule, int, Objective]]:
 
 
 def ours(kind: str, schedule: Schedule, size: int, objective: Objective) -> Strategy:
-    """The coefficients that this library finds."""
+    """Return this library's coefficients."""
     if kind == "bands":
         return optimal_bands(schedule, size, objective)
     return optimal_buffers(schedule, size, objective).coefficients(schedule.rounds)
 
 
 def theirs(kind: str, schedule: Schedule, size: int, objective: Objective) -> Strategy:
-    """The coefficients that jax-privacy finds; RuntimeError where it finds none."""
-    import jax  # noqa: PLC0415 - it is not ours to require
+    """Return jax-privacy's coefficients; RuntimeError if it finds none."""
+    import jax  # noqa: PLC0415 - not a requirement of ours
     import jax.numpy as jnp  # noqa: PLC0415
     from jax_privacy.matrix_factorization import buffered_toeplitz, toeplitz  # noqa: PLC0415
 
@@ -62,7 +62,7 @@ def theirs(kind: str, schedule: Schedule, size: int, objective: Objective) -> St
     n, mean = schedule.rounds, objective is Objective.MEAN
     if kind == "bands":
         reduction = jnp.mean if mean else jnp.max
-        found = toeplitz.optimize_banded_toeplitz(n, size, reduction_fn=reduction)
+        result = toeplitz.optimize_banded_toeplitz(n, size, reduction_fn=reduction)
     else:
         loss = buffered_toeplitz.LossFn.build_min_sep(
             n,
@@ -71,13 +71,13 @@ def theirs(kind: str, schedule: Schedule, size: int, objective: Objective) -> St
             max_participations=schedule.participations,
         )
         matrix, _ = buffered_toeplitz.optimize_loss(loss, size)
-        # With θ near 1 theirs may grow by an ulp, which has no exact sensitivity.
-        found = np.minimum.accumulate(matrix.toeplitz_coefs(n))
-    return tuple(np.asarray(found, dtype=np.float64).tolist())
+        # With θ near 1, coefficients may grow by an ulp; the sensitivity would not be exact.
+        result = np.minimum.accumulate(matrix.toeplitz_coefs(n))
+    return tuple(np.asarray(result, dtype=np.float64).tolist())
 
 
-def row(kind: str, schedule: Schedule, size: int, objective: Objective, *, both: bool) -> Any:
-    """One line of the table, as JSON has it."""
+def row(kind: str, schedule: Schedule, size: int, objective: Objective, *, compare: bool) -> Any:
+    """Return one line of the table, as values of JSON."""
 
     def found(by: Callable[..., Strategy]) -> tuple[Strategy | None, dict[str, float] | None]:
         start = time.perf_counter()
@@ -103,7 +103,7 @@ def row(kind: str, schedule: Schedule, size: int, objective: Objective, *, both:
         "fedpriv": own,
         "of_independent_noise": {"mean": relative.mean, "largest": relative.largest},
     }
-    if both:
+    if compare:
         _, other = found(theirs)
         ratio = other and own[objective] / other[objective]
         line |= {"jax_privacy": other, "ratio": ratio}
@@ -111,7 +111,7 @@ def row(kind: str, schedule: Schedule, size: int, objective: Objective, *, both:
 
 
 def installed(name: str) -> str | None:
-    """The version of a package, or None."""
+    """Return the version of a package, or None."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -119,18 +119,18 @@ def installed(name: str) -> str | None:
 
 
 def main() -> None:
-    """Print the table, and write it where asked."""
+    """Print the table and, if requested, write it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
-    both = installed("jax-privacy") is not None
+    compare = installed("jax-privacy") is not None
     print(
         "strategy      k    b  small    mean    largest of independent  seconds  jax-privacy ratio"
     )
     lines = []
     for setting in settings(chosen.rounds):
-        line = row(*setting, both=both)
+        line = row(*setting, compare=compare)
         lines.append(line)
         own, objective, other = line["fedpriv"], line["objective"], line.get("jax_privacy")
         print(

@@ -1,9 +1,9 @@
-"""What an operator sees of each fault: a small federation for each, a fault, and what was logged.
+"""The operator's view of each fault: the log of a small federation in which it is provoked.
 
 For every fault a server and two nodes run on loopback, as processes with certificates, until rounds
-have been released; then the fault is provoked, and the run goes on for a few rounds more where it
-can. What is printed is a table in Markdown: the warnings, the errors and the last sentences of all
-processes since the fault, and what became of the run.
+have been released. Then the fault is provoked, and the run continues for a few rounds if it can.
+This prints a table in Markdown: the warnings, the errors and the last sentences of all processes
+since the fault, and the outcome of the run.
 
     python -m simulations.faults --out simulations/results/faults.md
     python -m simulations.faults "certificate struck off" "port taken"
@@ -57,7 +57,7 @@ accountant = "rdp"
 """
 _FEW_FILES = ("sh", "-c", 'ulimit -Sn 1024 && exec "$@"', "sh", *COMMAND)
 _SILENT = 1500  # connections
-_PATIENCE = 30.0  # seconds, after which a run is stopped that does not go on
+_PATIENCE = 30.0  # seconds after which a run that does not continue is stopped
 _START_SECONDS = 120.0  # the longest start
 _LINES = 2  # of one program in the table
 _PAGE = """# What an operator sees of each fault
@@ -76,13 +76,13 @@ _SHORTENED = (
     (r"Failed to connect to remote host: ", ""),
     (r"\b([0-9a-f]{6})[0-9a-f]{58}\b", r"\1…"),  # fingerprints and heads
 )
-"""What is replaced in a line of a log, and by what: it differs in each run, or says no more."""
+"""Patterns in a line of a log, and their replacements: they differ in each run, or add nothing."""
 _USUAL = (
     "late: not connected in the round",
     "late: no answer by the end of the round",
     "… Connection refused",
 )
-"""What is logged wherever a node or a server is away, whatever the fault."""
+"""Lines of any log when a node or a server is away, whatever the fault."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Scene:
 
     @classmethod
     def lay_out(cls, folder: Path, stack: ExitStack) -> "Scene":
-        """Certificates, users, an enrolment and an experiment, in an empty folder."""
+        """Write certificates, users, an enrolment and an experiment into an empty folder."""
         loopback.lay_out_digits(folder, (144, 143))
         (folder / "faults.toml").write_text(_CONFIG, encoding="utf-8")
         return cls(folder, stack)
@@ -108,59 +108,61 @@ class Scene:
 
     @property
     def port(self) -> int:
-        """Where the server listened when it last started."""
+        """The port on which the server listened when it last started."""
         *_, last = loopback.LISTENING.finditer(self.server.text)
         return int(last[1])
 
     @property
     def server(self) -> Program:
-        """The server that was started last, without those that a fault starts beside it."""
+        """The server that was started last, except additional ones that a fault starts."""
         return self.programs["server"]
 
-    def serve(self, *given: str, command: tuple[str, ...] = COMMAND) -> None:
-        """Start the server, or resume its run where nodes look for it."""
+    def serve(self, *options: str, command: tuple[str, ...] = COMMAND) -> None:
+        """Start the server, or resume its run on the port that nodes use."""
         port = self.port if "server" in self.programs else 0
-        self.programs["server"] = self.one_more_server(*given, command=command, port=port)
+        self.programs["server"] = self.one_more_server(*options, command=command, port=port)
 
     def one_more_server(
-        self, *given: str, command: tuple[str, ...] = COMMAND, port: int = 0
+        self, *options: str, command: tuple[str, ...] = COMMAND, port: int = 0
     ) -> Program:
         """Start a server, by default of the same run, and wait until it listens or ends."""
         file = self.folder / "faults.toml"
-        serving = loopback.server(self.folder, file, "--resume", *given, port=port, command=command)
-        before = self.folder / "server.log"
-        known = len(loopback.LISTENING.findall(before.read_text())) if before.exists() else 0
+        serving = loopback.server(
+            self.folder, file, "--resume", *options, port=port, command=command
+        )
+        log = self.folder / "server.log"
+        starts = len(loopback.LISTENING.findall(log.read_text())) if log.exists() else 0
         program = self.stack.enter_context(serving)
         listens = loopback.LISTENING.findall
-        self._until(lambda: len(listens(program.text)) > known, program, _START_SECONDS)
+        self._until(lambda: len(listens(program.text)) > starts, program, _START_SECONDS)
         return program
 
-    def join(self, name: str, *given: str, port: int | None = None) -> None:
-        """Start a node, and wait for its first words; options that are given later count."""
-        before = self._words(name)
-        joining = loopback.node(self.folder, name, port or self.port, "--processes=1", *given)
+    def join(self, name: str, *options: str, port: int | None = None) -> None:
+        """Start a node, and wait for its first output; later options override earlier ones."""
+        words = self._words(name)
+        joining = loopback.node(self.folder, name, port or self.port, "--processes=1", *options)
         node = self.programs[name] = self.stack.enter_context(joining)
-        self._until(lambda: self._words(name) > before, node, _START_SECONDS)
+        self._until(lambda: self._words(name) > words, node, _START_SECONDS)
 
     def _words(self, name: str) -> int:
         return len(self.programs[name].text) if name in self.programs else 0
 
-    def begin(self, *given: str, command: tuple[str, ...] = COMMAND) -> None:
-        """Start the server and both nodes; what is seen counts from the second release on."""
-        self.serve(*given, command=command)
+    def begin(self, *options: str, command: tuple[str, ...] = COMMAND) -> None:
+        """Start the server and both nodes; logs count from the second release on."""
+        self.serve(*options, command=command)
         with ThreadPoolExecutor() as pool:
             list(pool.map(self.join, ("node-1", "node-2")))
         self.go_on(seconds=_START_SECONDS)
         self.mark()
 
     def mark(self) -> None:
-        """Count what is seen from now on."""
+        """Count only logs from now on."""
         self._seen = {name: len(program.text) for name, program in self.programs.items()}
 
-    def go_on(self, more: int = 2, seconds: float = _PATIENCE) -> None:
-        """Wait for so many releases, for the server's end, or until patience is at its end."""
-        least = self.released + more
-        self._until(lambda: self.released >= least, self.server, seconds)
+    def go_on(self, count: int = 2, seconds: float = _PATIENCE) -> None:
+        """Wait for `count` releases, for the server's end, or for at most `seconds`."""
+        target = self.released + count
+        self._until(lambda: self.released >= target, self.server, seconds)
 
     def _until(
         self, condition: Callable[[], bool], program: Program, seconds: float = _PATIENCE
@@ -170,26 +172,26 @@ class Scene:
             time.sleep(0.02)
 
     def await_trouble(self, name: str = "server") -> None:
-        """Wait until a program has said something, or ended."""
+        """Wait until a program has logged a trouble, or ended."""
         self._until(lambda: bool(self._troubles(name)), self.programs[name])
 
     @property
     def released(self) -> int:
-        """Releases that are in the metrics."""
+        """The number of releases in the metrics."""
         return len(list(self.run.read_metrics()))
 
     def end(self, name: str) -> None:
-        """Ask a program to stop, and wait."""
+        """Stop a program by SIGTERM, and wait."""
         self.programs[name].process.terminate()
         self.programs[name].process.wait()
 
     def kill(self, name: str) -> None:
-        """`kill -9`."""
+        """End a program by `kill -9`."""
         self.programs[name].process.kill()
         self.programs[name].process.wait()
 
     def certificate(self, name: str) -> Path:
-        """Folder of a node's certificate."""
+        """Return the folder of a node's certificate."""
         return self.folder / "certs" / "nodes" / name
 
     def enrol(self, change: Callable[[dict[str, Any]], None]) -> None:
@@ -201,14 +203,14 @@ class Scene:
         path.with_suffix(".new").replace(path)
 
     def answer(self, name: str, behaviour: Behaviour) -> None:
-        """Take part as a node in the place of its process, with this behaviour."""
+        """Stop a node's process, and take part in its place with this behaviour."""
         self.end(name)
         self.mark()
         asyncio.run(faulty_nodes.take_part(self.folder, name, self.port, behaviour))
         self.go_on()
 
     def harm(self, kind: Callable[[Target], Awaitable[None]], peers: int, seconds: float) -> None:
-        """Hostile peers beside the run, with a certificate that is not enrolled."""
+        """Run hostile peers during the run, with a certificate that is not enrolled."""
         target = Target(self.port, issue(self.folder / "certs", "stranger").folder)
 
         async def all_of_them() -> None:
@@ -226,31 +228,31 @@ class Scene:
         return loopback.troubles(shortened(text.replace(str(self.folder), "…")))
 
     def row(self) -> tuple[str, str]:
-        """What the operator saw, and what became of the run; ends it."""
-        seen = []
+        """End the run; return the operator's view and the outcome."""
+        lines_seen = []
         for name in self.programs:
             lines = self._troubles(name)
-            seen += [f"{name}: `{line.replace('|', '/')}`" for line in lines[-_LINES:]]
-        seen = telling(seen)
+            lines_seen += [f"{name}: `{line.replace('|', '/')}`" for line in lines[-_LINES:]]
+        lines_seen = telling(lines_seen)
         code = self.server.process.poll()
         self.end("server")
-        how = "goes on" if code is None else f"ends with exit code {code}"
+        outcome = "goes on" if code is None else f"ends with exit code {code}"
         charges = 0
         if self.run.ledger.exists():
             with Ledger.open(self.run.ledger) as ledger:
                 charges = len(list(ledger.charges()))
         if charges != self.released:
-            how += f"; {self.released} released, {charges} charged"
-        return "<br>".join(seen) or "nothing", how
+            outcome += f"; {self.released} released, {charges} charged"
+        return "<br>".join(lines_seen) or "nothing", outcome
 
 
 def telling(lines: list[str]) -> list[str]:
-    """Those that not every fault causes, if there are any."""
+    """Return the lines that are specific to a fault, or all lines if none is."""
     return [line for line in lines if not any(usual in line for usual in _USUAL)] or lines
 
 
 def shortened(text: str) -> str:
-    """Lines of a log as the table has them."""
+    """Return lines of a log in the form of the table."""
     for pattern, replacement in _SHORTENED:
         text = re.sub(pattern, replacement, text)
     return text
@@ -287,7 +289,7 @@ def _struck_off(scene: Scene) -> None:
 
 
 def _valid(begin: timedelta, days: int) -> Callable[[Scene], None]:
-    """A node comes with a certificate that is valid so many days from then on."""
+    """Provoke: a node joins with a certificate that is valid for `days` after `begin` from now."""
 
     def provoke(scene: Scene) -> None:
         scene.begin()
@@ -304,16 +306,16 @@ def _valid(begin: timedelta, days: int) -> Callable[[Scene], None]:
 
 
 def _rejoins(
-    *given: str, prepare: Callable[[Path], None] = lambda _: None
+    *options: str, prepare: Callable[[Path], None] = lambda _: None
 ) -> Callable[[Scene], None]:
-    """A node comes again with other options, in which "…" is the folder."""
+    """Provoke: a node joins again with other options, in which "…" stands for the folder."""
 
     def provoke(scene: Scene) -> None:
         scene.begin()
         scene.end("node-2")
         scene.mark()
         prepare(scene.folder)
-        scene.join("node-2", *(option.replace("…", str(scene.folder)) for option in given))
+        scene.join("node-2", *(option.replace("…", str(scene.folder)) for option in options))
         scene.await_trouble("node-2")
         scene.go_on()
 
@@ -354,10 +356,10 @@ def _copied_certificate(scene: Scene) -> None:
 def _half_an_enrolment(scene: Scene) -> None:
     scene.begin()
     path = scene.folder / "enrolment.toml"
-    whole = path.read_text(encoding="utf-8")
-    path.write_text(whole[: len(whole) // 2], encoding="utf-8")
+    content = path.read_text(encoding="utf-8")
+    path.write_text(content[: len(content) // 2], encoding="utf-8")
     time.sleep(8.0)
-    path.write_text(whole, encoding="utf-8")
+    path.write_text(content, encoding="utf-8")
     scene.go_on()
 
 
@@ -393,28 +395,28 @@ def _node_hangs(scene: Scene) -> None:
 
 
 def _ledger_changes(change: Callable[[RunFolder, Path], None]) -> Callable[[Scene], None]:
-    """The server stops and starts again with another ledger; one of before is kept as a copy."""
+    """Provoke: the server restarts with a changed ledger; `change` gets a copy of an older one."""
 
     def provoke(scene: Scene) -> None:
         scene.begin()
         scene.end("server")
-        kept = scene.folder / "kept.sqlite"
-        shutil.copy(scene.run.ledger, kept)
+        copy = scene.folder / "kept.sqlite"
+        shutil.copy(scene.run.ledger, copy)
         scene.serve()
         scene.go_on()
         scene.end("server")
-        change(scene.run, kept)
+        change(scene.run, copy)
         scene.mark()
         scene.serve()
 
     return provoke
 
 
-def _set_back(run: RunFolder, kept: Path) -> None:
-    shutil.copy(kept, run.ledger)
+def _set_back(run: RunFolder, copy: Path) -> None:
+    shutil.copy(copy, run.ledger)
 
 
-def _deleted(run: RunFolder, _kept: Path) -> None:
+def _deleted(run: RunFolder, _copy: Path) -> None:
     run.ledger.unlink()
 
 
@@ -427,15 +429,15 @@ def _other_population(scene: Scene) -> None:
 
 
 def _disk_full(scene: Scene) -> None:
-    """The metrics lie where there is no room, for some seconds."""
+    """Provoke: the metrics are on a full disk for some seconds."""
     scene.begin()
     metrics = scene.run.metrics
-    kept, full = metrics.with_suffix(".kept"), metrics.with_suffix(".full")
-    os.link(metrics, kept)
-    full.symlink_to("/dev/full")
-    full.replace(metrics)
+    copy, full_disk = metrics.with_suffix(".kept"), metrics.with_suffix(".full")
+    os.link(metrics, copy)
+    full_disk.symlink_to("/dev/full")
+    full_disk.replace(metrics)
     scene.await_trouble()
-    kept.replace(metrics)
+    copy.replace(metrics)
     scene.go_on()
 
 
@@ -456,11 +458,11 @@ def _shared_ledger(scene: Scene) -> None:
         scene.end(name)
     scene.mark()
     scene.join("node-1")
-    other = scene.one_more_server(shared, "--set=name=other", f"--out={scene.folder / 'other'}")
+    second = scene.one_more_server(shared, "--set=name=other", f"--out={scene.folder / 'other'}")
     scene.join("node-2")  # at the other server
     scene.go_on(4)
-    other.process.terminate()
-    other.process.wait()
+    second.process.terminate()
+    second.process.wait()
 
 
 def _killed(scene: Scene) -> None:
@@ -514,7 +516,7 @@ FAULTS: dict[str, Callable[[Scene], None]] = {
 
 
 def provoked(name: str) -> tuple[str, str]:
-    """What the operator saw of a fault, and what became of the run."""
+    """Provoke a fault; return the operator's view and the outcome of the run."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         scene = Scene.lay_out(Path(folder), stack)
         FAULTS[name](scene)
@@ -523,22 +525,22 @@ def provoked(name: str) -> tuple[str, str]:
 
 def main() -> None:
     """Provoke faults, and print or write the table."""
-    parser = argparse.ArgumentParser(description="what an operator sees of each fault")
+    parser = argparse.ArgumentParser(description="the operator's view of each fault")
     parser.add_argument("faults", nargs="*", choices=[*FAULTS, []], metavar="FAULT")
-    parser.add_argument("--at-once", type=int, default=1, help="federations side by side")
+    parser.add_argument("--at-once", type=int, default=1, help="number of parallel federations")
     parser.add_argument("--out", type=Path, help="page to write")
-    given = parser.parse_args()
+    options = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     rows = ["| fault | what the operator saw | the run |", "| --- | --- | --- |"]
-    names = given.faults or list(FAULTS)
-    with ThreadPoolExecutor(given.at_once) as pool:
-        for name, found in zip(names, pool.map(provoked, names), strict=True):
-            rows.append("| " + " | ".join((name, *found)) + " |")
+    names = options.faults or list(FAULTS)
+    with ThreadPoolExecutor(options.at_once) as pool:
+        for name, cells in zip(names, pool.map(provoked, names), strict=True):
+            rows.append("| " + " | ".join((name, *cells)) + " |")
             print(rows[-1], flush=True)
-    if given.out:
+    if options.out:
         command = "python -m simulations.faults --out simulations/results/faults.md"
-        given.out.write_text(_PAGE.format(command=command) + "\n".join(rows) + "\n", "utf-8")
+        options.out.write_text(_PAGE.format(command=command) + "\n".join(rows) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

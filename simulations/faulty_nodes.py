@@ -1,4 +1,4 @@
-"""Nodes that take part in other ways than nodes should, and a network that can be cut."""
+"""Nodes that take part in ways that nodes should not, and a network that can be cut."""
 
 import asyncio
 import socket
@@ -63,7 +63,7 @@ async def _offers(
 
 
 def _parts(offer: RoundOffer, total: npt.NDArray[np.int64]) -> list[bytes]:
-    """An upload of this sum of all users that were drawn."""
+    """Return an upload of this sum of all drawn users."""
     users = len(offer.users)
     content, tensors = sum_to_send(PartialSum("", users, total, users))
     parts = [pb.UploadPart(answer=encode_answer(RoundAnswer(offer.id, content)))]
@@ -86,19 +86,19 @@ async def too_long(stub: FederationStub, offers: Offers) -> None:
 
 
 async def misshapen(stub: FederationStub, offers: Offers) -> None:
-    """Send a sum with a component too many."""
+    """Send a sum with one component too many."""
     offer = await anext(offers)
     await _upload(stub, _parts(offer, np.append(_zeros(offer), 1)))
 
 
 async def malformed(stub: FederationStub, offers: Offers) -> None:
-    """Send what is no message."""
+    """Send bytes that are not a message."""
     await anext(offers)
     await _upload(stub, [b"\xff" * 100])
 
 
 async def replayed(stub: FederationStub, offers: Offers) -> None:
-    """Answer one offer, and the next with the same message."""
+    """Answer two offers with the same message."""
     offer = await anext(offers)
     parts = _parts(offer, _zeros(offer))
     await _upload(stub, parts)
@@ -114,13 +114,13 @@ async def late(stub: FederationStub, offers: Offers) -> None:
 
 
 async def killed(stub: FederationStub, offers: Offers) -> None:
-    """Fetch the model, and be gone."""
+    """Fetch the model, and disappear."""
     offer = await anext(offers)
     await stub.download(offer.id, offer.model(Layout((), ())))
 
 
 async def vanishing(stub: FederationStub, offers: Offers) -> None:
-    """Send the beginning of an answer, and be gone."""
+    """Send the beginning of an answer, and disappear."""
     offer = await anext(offers)
     call = stub.channel.stream_unary(f"/{SERVICE}/Upload")()
     await call.write(_parts(offer, _zeros(offer))[0])
@@ -129,7 +129,7 @@ async def vanishing(stub: FederationStub, offers: Offers) -> None:
 
 
 class Network:
-    """Passes connections to `port` on to another port of this machine, until they are cut."""
+    """Forwards connections to `port` to another port of this machine, until they are cut."""
 
     def __init__(self, target: int) -> None:
         self._target = target
@@ -149,9 +149,9 @@ class Network:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
-        for one in self._open:
+        for connection in self._open:
             with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
         with suppress(OSError):

@@ -2,8 +2,8 @@
 
     python -m simulations.federation [--folder DIR]
 
-The 287 users of DIGITS are split among three nodes, each a process of its own that trains them. The
-nodes check the server's ledger before every round and after the last.
+The 287 users of DIGITS are divided among three nodes, each a separate process that trains its
+users. The nodes check the server's ledger before every round and after the last.
 """
 
 import argparse
@@ -18,7 +18,7 @@ NODES = ("node-1", "node-2", "node-3")
 
 
 def run(folder: Path) -> str:
-    """Run the federation in a folder; what the server printed."""
+    """Run the federation in a folder; return the server's output."""
     loopback.lay_out_digits(folder)
     with loopback.server(folder, FILE, "--exit") as server:
         port = loopback.port_of(server)
@@ -30,7 +30,7 @@ def run(folder: Path) -> str:
 
 
 def main() -> None:
-    """Run it, and say where everything lies."""
+    """Run the federation, and print where its files are."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -1,16 +1,16 @@
-"""Fine-tuning under privacy: all of a model, or adapters, from text that is public.
+"""Private fine-tuning of all of a model, or of adapters, after training on public text.
 
     FEDPRIV_DATA=FOLDER python -m simulations.finetuning [--epsilon 2 8] [--seeds 3] [--folder OUT]
 
-A character transformer reads 18 of Shakespeare's 37 plays as they are printed, which count as
-public, without privacy. Users are the speaking roles of 15 other plays, who write as one types on a
-telephone: without capitals and punctuation. The model is adapted to them, and measured on the roles
-of the last four plays, who write likewise. Which play is which is drawn by a seed. Compared are
-training all 115,040 parameters, and adapters of rank 4, at each ε and without clipping and noise.
+A character transformer is trained without privacy on the printed text of 18 of Shakespeare's 37
+plays, which count as public. Users are the speaking roles of 15 other plays, whose text has neither
+capitals nor punctuation, as if typed on a telephone. The model is adapted to them, and measured on
+the roles of the last four plays, in the same form. A seed assigns plays to these groups. The study
+compares training all 115,040 parameters with adapters of rank 4, at each ε and without clipping and
+noise.
 
-Rates and norms were found by trying, on the same held-out plays; what that tells is not counted in
-ε.
-Data: the file shakespeare/speeches.jsonl.gz, one JSON object a speech, of the complete plays.
+Rates and norms were tuned on the same held-out plays; ε does not include this.
+Data: the file shakespeare/speeches.jsonl.gz, one JSON object per speech, of the complete plays.
 """
 
 import argparse
@@ -62,7 +62,7 @@ ARMS = (
 
 @dataclass(frozen=True)
 class Found:
-    """What an arm reached under some seeds."""
+    """Results of an arm under some seeds."""
 
     epsilon: float | None  # None: without clipping and noise
     arm: str
@@ -95,26 +95,26 @@ class Plays:
 
 def _rows(roles: Mapping[str, Windows]) -> tuple[Windows, Windows, NDArray[np.str_]]:
     windows = np.concatenate([*roles.values()])
-    ids = np.repeat([*roles], [len(each) for each in roles.values()])
+    ids = np.repeat([*roles], [len(texts) for texts in roles.values()])
     return windows[:, :-1].copy(), windows[:, 1:].copy(), ids
 
 
 def plays_of(folder: Path, seed: int = 0) -> Plays:
-    """Cut speeches into windows, and share plays out."""
-    printed, *others = said_in((PUBLIC, ENROLLED), seed, folder)
+    """Cut speeches into windows, and divide plays among the groups."""
+    printed, *parts = said_in((PUBLIC, ENROLLED), seed, folder)
     enrolled, held_out = (
         {
             role: windows[:MOST]
             for role, text in part.items()
             if len(windows := typed(text)) >= LEAST
         }
-        for part in others
+        for part in parts
     )
     return Plays(np.concatenate([*map(_windows, printed.values())]), enrolled, held_out)
 
 
 def typed(text: str) -> Windows:
-    """Windows of a text as somebody types it who cares for neither capitals nor punctuation."""
+    """Return windows of a text without capitals and punctuation."""
     return _windows(" ".join(re.findall("[a-z]+", text.lower().replace("'", ""))))
 
 
@@ -132,7 +132,7 @@ def pretrained(
     build: Callable[[], nn.Module] = CharacterTransformer,
     rate: float = 2e-3,
 ) -> nn.Module:
-    """A model that has read the public text, by AdamW, with a rate that falls to zero."""
+    """Return a model trained on the public text by AdamW, with a rate that falls to zero."""
     torch.manual_seed(seed)
     model, rows = build(), torch.from_numpy(public)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
@@ -147,23 +147,23 @@ def pretrained(
     return model
 
 
-def reader(data: Path, kept: Path, steps: int) -> nn.Module:
-    """A transformer of 10.7 million numbers that has read the public plays in so many steps.
+def reader(data: Path, path: Path, steps: int) -> nn.Module:
+    """Return a transformer of 10.7 million numbers, trained on the public plays for `steps` steps.
 
-    These take long, so its parameters are kept in a folder.
+    These take long, so its parameters are stored in the folder `path`.
     """
     build = partial(CharacterTransformer, length=LENGTH, width=384, blocks=6, heads=6)
-    file, model = kept / f"reader-{steps}.safetensors", build()
+    file, model = path / f"reader-{steps}.safetensors", build()
     if not file.exists():
-        read = pretrained(plays_of(data).public, steps, build=build, rate=5e-4)
-        kept.mkdir(parents=True, exist_ok=True)
-        save_file(read.state_dict(), file)
+        trained = pretrained(plays_of(data).public, steps, build=build, rate=5e-4)
+        path.mkdir(parents=True, exist_ok=True)
+        save_file(trained.state_dict(), file)
     model.load_state_dict(load_file(file))
     return model
 
 
 def task_of(model: nn.Module, arm: Arm) -> fedpriv.Task:
-    """What users train of a model."""
+    """Return the task of an arm."""
     if arm.rank is None:
         return fedpriv.Task(model)
     return fedpriv.Task(fedpriv.with_adapters(model, arm.rank, 2.0 * arm.rank, ["blocks.*"]))
@@ -172,7 +172,7 @@ def task_of(model: nn.Module, arm: Arm) -> fedpriv.Task:
 def tuned(
     people: fedpriv.Population, task: fedpriv.Task, arm: Arm, epsilon: float | None, seed: int
 ) -> fedpriv.Run:
-    """One run, of which nothing is kept; without ε nothing is clipped and no noise is added."""
+    """Run once, in a temporary folder; without ε there is no clipping and no noise."""
     everybody, unclipped = fedpriv.Poisson(1.0), fedpriv.Flat(100.0)
     mechanism = fedpriv.Mechanism(
         everybody, unclipped, noise_multiplier=0.0, delta=DELTA, unsafe_no_privacy=True
@@ -197,17 +197,17 @@ def tuned(
 
 
 def table_of(results: Sequence[Found], people: int) -> Table:
-    """A row for each ε and arm."""
+    """Return a table with a row for each ε and arm."""
     rows = [
         (
-            "none" if each.epsilon is None else f"{each.epsilon:g}",
-            each.arm,
-            f"{each.parameters:,}",
-            mean_of(each.accuracy),
-            f"{fmean(each.loss):.4f}"
-            + (f" ± {stdev(each.loss):.4f}" if len(each.loss) > 1 else ""),
+            "none" if result.epsilon is None else f"{result.epsilon:g}",
+            result.arm,
+            f"{result.parameters:,}",
+            mean_of(result.accuracy),
+            f"{fmean(result.loss):.4f}"
+            + (f" ± {stdev(result.loss):.4f}" if len(result.loss) > 1 else ""),
         )
-        for each in results
+        for result in results
     ]
     columns = [
         Column("ε"),
@@ -227,24 +227,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "results")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     plays = plays_of(Path(os.environ.get("FEDPRIV_DATA", "shared/data")))
-    people, model = plays.population, pretrained(plays.public, given.steps)
-    before = evaluate(fedpriv.Task(model), people.test, CPU, {})
-    results = [Found(0.0, "nothing", 0, (before.accuracy or 0.0,), (before.loss,))]
-    for epsilon in (*given.epsilon, None):
+    people, model = plays.population, pretrained(plays.public, options.steps)
+    figures = evaluate(fedpriv.Task(model), people.test, CPU, {})
+    results = [Found(0.0, "nothing", 0, (figures.accuracy or 0.0,), (figures.loss,))]
+    for epsilon in (*options.epsilon, None):
         for arm in ARMS:
             task = task_of(model, arm)
             runs = [
                 tuned(people, task, arm, epsilon, seed).rounds[-1]
-                for seed in range(1 if epsilon is None else given.seeds)
+                for seed in range(1 if epsilon is None else options.seeds)
             ]
             accuracy, loss = (tuple(getattr(r, key) for r in runs) for key in ("accuracy", "loss"))
             parameters = sum(p.size for p in task.parameters().values())
             results.append(Found(epsilon, arm.name, parameters, accuracy, loss))
             print(results[-1], flush=True)
     table = table_of(results, people.users.population)
-    write_results(table, [asdict(each) for each in results], given.folder, "finetuning")
+    write_results(table, [asdict(result) for result in results], options.folder, "finetuning")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Start and rounds of a simulation on Ray, beside Flower's usual way and one process.
+"""Start and rounds of a simulation on Ray, compared with Flower's usual way and with one process.
 
-Work: the rounds of `flower_overhead.toml`, in which all users take part. fedpriv has one message
-for each worker and round, and charges, noises and records each round as `fedpriv simulate` does;
-Flower's usual way has a node and a message for each user, FedAvg, and neither noise nor ledger.
-There are no nodes but those that take part, which is Flower's best case. On both sides Ray has as
-many processes as there are workers, each with one thread; the one process has one thread too.
+The work is the rounds of `flower_overhead.toml`, in which all users take part. fedpriv sends one
+message to each worker in a round, and charges, noises and records each round as `fedpriv simulate`
+does. Flower's usual way has a node and a message for each user, FedAvg, and neither noise nor
+ledger. All nodes take part, which is Flower's best case. On both sides Ray has one process per
+worker, each with one thread; the single process has one thread too.
 
-Every measurement is a process of its own, and the two sides take turns. The start lasts from the
-command until all workers, who import and load, have answered once; the rounds after it are counted.
+Every measurement runs in its own process, and the two sides take turns. The start lasts from the
+command until all workers, who import and load, have answered once; the rounds after it count.
 
     python -m simulations.flower_overhead [--workers W ...] [--users N ...] [--json FILE]
 """
@@ -32,13 +32,13 @@ from fedpriv.flower.ray import switch_off_telemetry
 ROOT = Path(__file__).parents[1]
 IN_PROCESS, FEDPRIV, FLOWER = "in process", "fedpriv", "flower"
 _ROUNDS = 12
-_MESSAGES = 300  # of Flower's usual way, about, that are counted
+_MESSAGES = 300  # of Flower's usual way that count, approximately
 _LIBRARIES = ("fedpriv", "flwr", "numpy", "ray", "torch")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one process found."""
+    """The measurements of one process."""
 
     way: str  # of `simulations.flower_ways`
     users: int  # in each round
@@ -48,7 +48,7 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        """Median time of a round."""
+        """Return the median time of a round."""
         return statistics.median(self.round_seconds)
 
     @property
@@ -58,13 +58,13 @@ class Measured:
 
 
 def measured(way: str, users: int, workers: int, rounds: int) -> Measured:
-    """Run a way for at least 2 rounds in a process of its own; the first is part of the start."""
+    """Run at least 2 rounds of a way in a new process; the first is part of the start."""
     switch_off_telemetry()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "times.json"
         numbers = map(str, (users, workers, rounds))
         began = time.time()
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "simulations.flower_ways", way, *numbers, str(file)],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -72,82 +72,82 @@ def measured(way: str, users: int, workers: int, rounds: int) -> Measured:
             text=True,
             check=False,
         )
-        if done.returncode != 0:
-            raise WorkerError(f"{way} with {workers} workers has failed: {done.stderr[-2000:]}")
+        if process.returncode != 0:
+            raise WorkerError(f"{way} with {workers} workers has failed: {process.stderr[-2000:]}")
         times = json.loads(file.read_text(encoding="utf-8"))
     return Measured(way, users, workers, times["ready"] - began, times["seconds"])
 
 
 def all_measured(sizes: Sequence[int], workers: Sequence[int]) -> Iterator[Measured]:
-    """Each way, with each number of users and of workers, in turns."""
+    """Measure each way, with each number of users and of workers, in turns."""
     for users in sizes:
         yield measured(IN_PROCESS, users, 1, _ROUNDS)
-        for each in workers:
-            yield measured(FEDPRIV, users, each, _ROUNDS)
-            yield measured(FLOWER, users, each, max(2, 1 + _MESSAGES // users))
+        for count in workers:
+            yield measured(FEDPRIV, users, count, _ROUNDS)
+            yield measured(FLOWER, users, count, max(2, 1 + _MESSAGES // users))
 
 
-def summary(found: Sequence[Measured], cores: int) -> list[dict[str, float]]:
-    """A row for each number of users and of workers.
+def summary(measurements: Sequence[Measured], cores: int) -> list[dict[str, float]]:
+    """Return a row for each number of users and of workers.
 
-    What a round takes beyond its training is counted from the time that the one process would take
-    if all cores that have a worker shared its work evenly.
+    The time of a round beyond its training is the time beyond that of the single process, if all
+    cores that have a worker shared its work evenly.
     """
-    by = {(m.way, m.users, m.workers): m for m in found}
+    by = {(m.way, m.users, m.workers): m for m in measurements}
     rows = []
-    for (way, users, workers), ours in by.items():
+    for (way, users, workers), own in by.items():
         if way != FEDPRIV:
             continue
-        flower, alone = by[FLOWER, users, workers], by[IN_PROCESS, users, 1]
-        training = alone.seconds / min(workers, cores)
+        flower, single = by[FLOWER, users, workers], by[IN_PROCESS, users, 1]
+        training = single.seconds / min(workers, cores)
         rows.append(
             {
                 "users": users,
                 "workers": workers,
-                "fedpriv's start in seconds": ours.start_seconds,
+                "fedpriv's start in seconds": own.start_seconds,
                 "flower's start in seconds": flower.start_seconds,
-                "start of one process in seconds": alone.start_seconds,
-                "fedpriv's round in seconds": ours.seconds,
+                "start of one process in seconds": single.start_seconds,
+                "fedpriv's round in seconds": own.seconds,
                 "flower's round in seconds": flower.seconds,
-                "round in one process in seconds": alone.seconds,
-                "of fedpriv's round beyond training": ours.seconds - training,
+                "round in one process in seconds": single.seconds,
+                "of fedpriv's round beyond training": own.seconds - training,
                 "of flower's round beyond training": flower.seconds - training,
-                "fedpriv's users per second": ours.speed,
+                "fedpriv's users per second": own.speed,
                 "flower's users per second": flower.speed,
-                "users per second in one process": alone.speed,
-                "fedpriv's users per second over flower's": ours.speed / flower.speed,
-                "fedpriv's users per second over one process": ours.speed / alone.speed,
+                "users per second in one process": single.speed,
+                "fedpriv's users per second over flower's": own.speed / flower.speed,
+                "fedpriv's users per second over one process": own.speed / single.speed,
             }
         )
     return rows
 
 
 def main() -> None:
-    """Measure, print and, if asked, keep the numbers."""
-    parser = argparse.ArgumentParser(description="a simulation on Ray, beside Flower's usual way")
+    """Measure, print and, if requested, write the numbers."""
+    parser = argparse.ArgumentParser(description="a simulation on Ray, and Flower's usual way")
     parser.add_argument("--users", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--json", type=Path, help="where to write the numbers")
-    given = parser.parse_args()
-    found, cores = [], os.cpu_count() or 1
+    options = parser.parse_args()
+    measurements, cores = [], os.cpu_count() or 1
     print(f"{'users':>6} {'workers':>7} {'way':10} {'start s':>7} {'round s':>7} {'users/s':>7}")
-    for m in all_measured(given.users, given.workers):
-        found.append(m)
+    for m in all_measured(options.users, options.workers):
+        measurements.append(m)
         numbers = f"{m.start_seconds:7.1f} {m.seconds:7.3f} {m.speed:7,.0f}"
         print(f"{m.users:6,} {m.workers:7} {m.way:10} {numbers}", flush=True)
-    rows = summary(found, cores)
+    rows = summary(measurements, cores)
     for row in rows:
         ratio = row["fedpriv's users per second over flower's"]
         print(f"{row['users']:,} users, {row['workers']} workers: {ratio:.1f} × Flower's users/s")
-    if given.json:
-        kept = {
+    if options.json:
+        content = {
             "command": shlex.join(["python", "-m", "simulations.flower_overhead", *sys.argv[1:]]),
             "machine": {"cores": cores, "python": sys.version.split()[0]}
             | {name: version(name) for name in _LIBRARIES},
             "summary": rows,
-            "measured": [asdict(m) for m in found],
+            "measured": [asdict(m) for m in measurements],
         }
-        given.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Flower's usual way: a node for each user, FedAvg, and one message per user and round.
 
-The experiment is `flower_overhead.toml`, without noise and without a ledger. Nodes clip as ours do,
-so that with zero noise both ways give the same model.
+The experiment is `flower_overhead.toml`, without noise and without a ledger. Nodes clip as in
+fedpriv, so that with zero noise both ways give the same model.
 """
 
 from collections.abc import Callable
@@ -26,17 +26,17 @@ app = ClientApp()
 
 @dataclass(frozen=True)
 class Work:
-    """What users do in a round."""
+    """The work of users in a round."""
 
     config: Config  # the experiment
     task: Task  # model and loss
     users: UserStore  # their data
 
 
-# As apps of Flower do: a process loads what its nodes need once.
+# As in usual apps of Flower: a process loads the data of its nodes once.
 @lru_cache(maxsize=1)
 def work_of(users: int) -> Work:
-    """The experiment with so many users."""
+    """Return the experiment with this number of users."""
     config = load_config(WORK, [f"data.options.users={users}"])
     model = config.model
     task = build_task(model.name, model.options, model.seed, model.loss)
@@ -65,7 +65,7 @@ def train(message: Message, context: Context) -> Message:
 
 
 def _clip(model: torch.nn.Module, start: list[torch.Tensor], norm: float) -> None:
-    """Move a model back towards its start until it is at most that far from it."""
+    """Move a model back towards its start until its distance is at most `norm`."""
     with torch.no_grad():
         update = [p - s for p, s in zip(model.parameters(), start, strict=True)]
         moved = torch.linalg.vector_norm(torch.cat([part.ravel() for part in update]))
@@ -75,15 +75,15 @@ def _clip(model: torch.nn.Module, start: list[torch.Tensor], norm: float) -> Non
 
 
 def federate(
-    grid: Grid, users: int, drawn: int, rounds: int, told: Callable[[], None]
+    grid: Grid, users: int, drawn: int, rounds: int, on_round: Callable[[], None]
 ) -> ArrayRecord:
-    """Train with Flower's FedAvg, at least 2 users a round; the model at the end.
+    """Train with Flower's FedAvg, at least 2 users per round; return the final model.
 
-    `told` is called before the first round and after each.
+    `on_round` is called before the first round and after each round.
     """
 
     def after(_round: int, _arrays: ArrayRecord) -> None:
-        told()
+        on_round()
 
     averaging = FedAvg(
         fraction_train=drawn / users,

@@ -1,4 +1,4 @@
-"""The ways to run the rounds of `flower_overhead.toml`, timed; each in a process of its own.
+"""The ways to run the rounds of `flower_overhead.toml`, timed, each in its own process.
 
 python -m simulations.flower_ways WAY USERS WORKERS ROUNDS FILE
 """
@@ -31,7 +31,7 @@ _MESSAGES_AT_FIRST = 4
 
 @dataclass(frozen=True)
 class Times:
-    """How long the rounds of a run took."""
+    """The times of a run's rounds."""
 
     # When all workers had answered once, in seconds since the epoch, as all processes count them
     ready: float
@@ -39,12 +39,12 @@ class Times:
 
     @classmethod
     def of(cls, ends: list[float]) -> Self:
-        """Of the ends of rounds, in the first of which workers import and load."""
+        """Return the times from the ends of rounds; workers import and load in the first."""
         return cls(ends[0], [end - began for began, end in pairwise(ends)])
 
 
 def in_process(users: int, _workers: int, rounds: int) -> Times:
-    """`fedpriv simulate` in one process."""
+    """Run `fedpriv simulate` in one process."""
     ends: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         beginning = RunSetup.at(
@@ -57,23 +57,23 @@ def in_process(users: int, _workers: int, rounds: int) -> Times:
 
 
 def spread(users: int, workers: int, rounds: int) -> Times:
-    """`fedpriv simulate --engine flower --workers W`."""
+    """Run `fedpriv simulate --engine flower --workers W`."""
     ends: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        given = WORK, _set(users, rounds), Path(folder) / "run", workers
-        simulate_on_ray(*given, resume=False, follow=_noting(ends))
+        settings = WORK, _set(users, rounds), Path(folder) / "run", workers
+        simulate_on_ray(*settings, resume=False, follow=_noting(ends))
     return Times.of(ends)
 
 
 def usual(users: int, workers: int, rounds: int) -> Times:
-    """Flower's FedAvg over a node for each user, on Ray with as many processes."""
+    """Run Flower's FedAvg with a node for each user, on Ray with the same number of processes."""
     ends: list[float] = []
     server_app = ServerApp()
 
     @server_app.main()
     def main(grid: Grid, _context: Context) -> None:
-        some = min(users, _MESSAGES_AT_FIRST * workers)
-        federate(grid, users, some, 1, lambda: None)  # so that all processes import and load
+        count = min(users, _MESSAGES_AT_FIRST * workers)
+        federate(grid, users, count, 1, lambda: None)  # so that all processes import and load
         federate(grid, users, users, rounds - 1, lambda: ends.append(time.time()))
 
     run_on_ray(server_app, usual_app, users, workers)
@@ -88,7 +88,7 @@ WAYS: dict[str, Callable[[int, int, int], Times]] = {
 
 
 def _noting(ends: list[float]) -> Follow:
-    """Takes down when each round of ours ends."""
+    """Return a function that runs a simulation and appends the end of each round."""
 
     def follow(_experiment: Experiment, _first: int, run: Callable[[OnRound], Run]) -> Run:
         return run(lambda _result: ends.append(time.time()))
@@ -101,7 +101,7 @@ def _set(users: int, rounds: int) -> list[str]:
 
 
 def main() -> None:
-    """Run one way and keep its times."""
+    """Run one way and write its times."""
     way, users, workers, rounds, file = sys.argv[1:]
     times = WAYS[way](int(users), int(workers), int(rounds))
     Path(file).write_text(json.dumps(asdict(times)))

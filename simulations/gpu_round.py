@@ -1,15 +1,15 @@
-"""What a round on a GPU costs, beside what it cannot do without.
+"""Cost of a round on a GPU, compared with its indispensable parts.
 
-Rounds of 2,000 users of 50 images, who train the MLP 784–128–10 in batches of 10. In turns:
+In a round 2,000 users of 50 images train the MLP 784–128–10 in batches of 10. These take turns:
 
 * sums: users train, and their updates are clipped and added up as integers;
 * plain sums: the same users train, and their updates are added up in float32;
-* products: batches of matrices of the shapes of the first layer, forward and of the gradient of its
-  weights, which are all but 2% of the operations of training.
+* products: batches of matrices of the shapes of the first layer, forward and for the gradient of
+  its weights, which are 98% of the operations of training.
 
-Then whole rounds as `fedpriv simulate` runs them, with noise, ledger and checkpoints on disk, of
-2,000 out of 4,000 users in expectation, in turns with the same without clipping and noise. At last
-several processes share the users of a round and the device.
+Then whole rounds like those of `fedpriv simulate`, with noise, ledger and checkpoints on disk, of
+2,000 out of 4,000 users in expectation, take turns with the same rounds without clipping and noise.
+Finally several processes share the users of a round and the device.
 
     python -m simulations.gpu_round --json simulations/results/gpu_round.json
 """
@@ -46,21 +46,21 @@ from simulations.benchmarks.works import WORKS, Work
 _LANES, _PRODUCTS = 512, 20
 
 Run = Callable[[], float]
-"""Does what is timed, once or more often, and returns the seconds that it took once."""
+"""Does the timed work once or several times, and returns the seconds of one time."""
 
 
 @dataclass(frozen=True)
 class Turns:
-    """How long everything is timed."""
+    """Numbers and lengths of measurements."""
 
     turns: int
-    seconds: float  # of each, at least
+    seconds: float  # minimum length of a turn
     rounds: int  # of a run of whole rounds
     processes: Sequence[int]  # numbers of processes that share a device
 
 
 def sums(work: Work, device: torch.device) -> Run:
-    """A round of all users of a work, up to the sum of their updates."""
+    """Return a round of all users of a work, up to the sum of their updates."""
     trains, everyone = list[Train](), Turn(range(work.users), work.local)
     fedpriv(work, device, trains.append)
     (train,) = trains
@@ -74,7 +74,7 @@ def sums(work: Work, device: torch.device) -> Run:
 
 
 def whole_rounds(users: int, device: torch.device, rounds: int) -> Run:
-    """So many rounds of a run in which so many users train in expectation."""
+    """Return a run of `rounds` rounds with `users` expected users each."""
     engine = overheads.prepared(2 * users, device.type)
 
     def run() -> float:
@@ -86,7 +86,7 @@ def whole_rounds(users: int, device: torch.device, rounds: int) -> Run:
 
 @contextmanager
 def without_privacy() -> Iterator[None]:
-    """Add up updates as they are in this block: unclipped, and without noise."""
+    """Within the context, add up updates without clipping and noise."""
 
     def added_up(updates: Updates, clipping: Clipping) -> torch.Tensor:
         sums = (updates[name][:].sum(0).flatten() for name in clipping.layout.names)
@@ -100,15 +100,15 @@ def without_privacy() -> Iterator[None]:
 
     with (
         patch.object(trainer, "add_contributions", add),
-        patch.object(trainer, "integer_sum", lambda *given: added_up(*given[:2])),
-        patch.object(trainer, "sum_by_kernels", lambda *given: added_up(*given[1:3])),
+        patch.object(trainer, "integer_sum", lambda *arguments: added_up(*arguments[:2])),
+        patch.object(trainer, "sum_by_kernels", lambda *arguments: added_up(*arguments[1:3])),
         patch.object(gaussian_mechanism, "rounded_gaussian", no_noise),
     ):
         yield
 
 
 def products(device: torch.device) -> tuple[Run, float]:
-    """Batched products of the shapes of the first layer, and their floating-point operations."""
+    """Return batched products in the shapes of the first layer, and their operations."""
     x = torch.randn((_LANES, 10, 784), device=device)
     weights = torch.randn((_LANES, 784, 128), device=device)
     gradients = torch.randn((_LANES, 10, 128), device=device)
@@ -125,71 +125,80 @@ def products(device: torch.device) -> tuple[Run, float]:
     return run, 2 * 2.0 * _LANES * 10 * 784 * 128
 
 
-def in_turns(runs: Mapping[str, Run], private: Collection[str], given: Turns) -> dict[str, float]:
-    """Median seconds of each, again and again in its turns; some of them are private."""
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(given.turns + 1):
+def in_turns(runs: Mapping[str, Run], private: Collection[str], turns: Turns) -> dict[str, float]:
+    """Return median seconds of each run, over several turns; those in `private` are private."""
+    durations: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(turns.turns + 1):
         for name, run in runs.items():
             with nullcontext() if name in private else without_privacy():
                 times, began = list[float](), time.perf_counter()
-                while not times or time.perf_counter() - began < given.seconds:
+                while not times or time.perf_counter() - began < turns.seconds:
                     times.append(run())
                 if number:  # in the first turn shapes are captured
-                    found[name].append(statistics.mean(times))
-    return {name: statistics.median(seconds) for name, seconds in found.items()}
+                    durations[name].append(statistics.mean(times))
+    return {name: statistics.median(seconds) for name, seconds in durations.items()}
 
 
-def shared(work: str, device: str, processes: Sequence[int], given: Turns) -> dict[int, float]:
-    """Seconds of a round whose users so many processes share, up to the sums of each.
+def shared(work: str, device: str, processes: Sequence[int], turns: Turns) -> dict[int, float]:
+    """Return seconds of a round, up to its sums, by number of processes that share the users.
 
-    WorkerError: the sum of all users depends on how many processes share them.
+    WorkerError: the sum of all users depends on the number of processes.
     """
     settings = {str(n): Setting("fedpriv", work, device, 1, n) for n in processes}
-    known = WORKS[work]()
-    asked = Turn(range(known.users), known.local, given.seconds)
-    found: dict[int, list[float]] = {n: [] for n in processes}
+    definition = WORKS[work]()
+    turn = Turn(range(definition.users), definition.local, turns.seconds)
+    speeds: dict[int, list[float]] = {n: [] for n in processes}
     with playing(settings) as players:
-        once = replace(asked, seconds=0.0)
-        totals = {n: players[str(n)].take(once).total for n in processes}
+        warm_up = replace(turn, seconds=0.0)
+        totals = {n: players[str(n)].take(warm_up).total for n in processes}
         for n, total in totals.items():
             # Integers times the step, which float64 rounds.
             if not np.allclose(total, totals[processes[0]], rtol=1e-12, atol=0.0):
                 raise WorkerError(f"{n} processes add up to other integers than {processes[0]} do")
-        for number in range(given.turns + 1):
+        for number in range(turns.turns + 1):
             for n in processes:
-                seconds = players[str(n)].take(asked).seconds
+                seconds = players[str(n)].take(turn).seconds
                 if number:
-                    found[n].append(seconds)
-    return {n: statistics.median(seconds) for n, seconds in found.items()}
+                    speeds[n].append(seconds)
+    return {n: statistics.median(seconds) for n, seconds in speeds.items()}
 
 
-def measured(work: str, device: torch.device, given: Turns) -> dict[str, object]:
-    """All figures."""
-    known = WORKS[work]()
+def measured(work: str, device: torch.device, turns: Turns) -> dict[str, object]:
+    """Return all figures."""
+    definition = WORKS[work]()
     multiply, operations = products(device)
-    runs = {"sums": sums(known, device), "plain sums": sums(known, device), "products": multiply}
-    parts = in_turns(runs, {"sums", "products"}, given)
-    runs = {name: whole_rounds(known.users, device, given.rounds) for name in ("private", "plain")}
-    whole = in_turns(runs, {"private"}, given)
-    rate, possible = known.flops_of(known.users) / parts["sums"], operations / parts["products"]
-    each = shared(work, device.type, given.processes, given)
+    runs = {
+        "sums": sums(definition, device),
+        "plain sums": sums(definition, device),
+        "products": multiply,
+    }
+    parts = in_turns(runs, {"sums", "products"}, turns)
+    runs = {
+        name: whole_rounds(definition.users, device, turns.rounds) for name in ("private", "plain")
+    }
+    ratios = in_turns(runs, {"private"}, turns)
+    rate, possible = (
+        definition.flops_of(definition.users) / parts["sums"],
+        operations / parts["products"],
+    )
+    by_processes = shared(work, device.type, turns.processes, turns)
     return {
         "milliseconds of a sum": 1e3 * parts["sums"],
         "milliseconds of a plain sum": 1e3 * parts["plain sums"],
         "sum over plain sum": parts["sums"] / parts["plain sums"],
-        "milliseconds of a whole round": 1e3 * whole["private"],
-        "milliseconds of a whole round without clipping and noise": 1e3 * whole["plain"],
-        "private over plain": whole["private"] / whole["plain"],
+        "milliseconds of a whole round": 1e3 * ratios["private"],
+        "milliseconds of a whole round without clipping and noise": 1e3 * ratios["plain"],
+        "private over plain": ratios["private"] / ratios["plain"],
         "TFLOP/s up to the sum": rate / 1e12,
         "TFLOP/s of batched products": possible / 1e12,
         "share of the rate of products": rate / possible,
-        "users per second by processes": {n: known.users / s for n, s in each.items()},
+        "users per second by processes": {n: definition.users / s for n, s in by_processes.items()},
     }
 
 
 def main() -> None:
-    """Measure, print and, if asked, keep the figures."""
-    parser = argparse.ArgumentParser(description="what a round on a GPU costs")
+    """Measure, print and, if requested, write the figures."""
+    parser = argparse.ArgumentParser(description="cost of a round on a GPU")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--work", default="mlp-2000", choices=["mlp", "mlp-2000"])
     parser.add_argument("--turns", type=int, default=5)
@@ -197,20 +206,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=50, help="of a run of whole rounds")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--json", type=Path, help="where to write the figures")
-    given = parser.parse_args()
-    numbers = {"turns": given.turns, "rounds": given.rounds, "processes": min(given.processes)}
-    for name, least in numbers.items():
-        if least < 1:
-            parser.error(f"--{name} is {least}; it must be at least 1")
-    turns = Turns(given.turns, given.seconds, given.rounds, given.processes)
+    options = parser.parse_args()
+    numbers = {
+        "turns": options.turns,
+        "rounds": options.rounds,
+        "processes": min(options.processes),
+    }
+    for name, minimum in numbers.items():
+        if minimum < 1:
+            parser.error(f"--{name} is {minimum}; it must be at least 1")
+    turns = Turns(options.turns, options.seconds, options.rounds, options.processes)
     try:
-        figures = measured(given.work, device_named(given.device), turns)
-    except FedprivError as error:  # there is no such device, for one
+        figures = measured(options.work, device_named(options.device), turns)
+    except FedprivError as error:  # for example, there is no such device
         parser.error(str(error))
     print(json.dumps(figures, indent=1))
-    if given.json:
-        made = made_by("gpu_round", ["fedpriv", "torch", "triton", "numpy"], given.device)
-        given.json.write_text(json.dumps({**made, **figures}, indent=1) + "\n")
+    if options.json:
+        content = made_by("gpu_round", ["fedpriv", "torch", "triton", "numpy"], options.device)
+        options.json.write_text(json.dumps({**content, **figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""Rounds of a large federation with hostile peers beside it, and the same rounds without them.
+"""Rounds of a large federation with hostile peers, and the same rounds without them.
 
-`fedpriv serve`, started with 1,024 files that may be open, as systemd starts a service; a process
-with all nodes, each with a connection and a certificate of its own, which answer every offer with
-an update that was made before; and a process of hostile peers, in equal parts of each kind. They
+There are three processes. `fedpriv serve` starts with a limit of 1,024 open files, as under
+systemd. A process with all nodes, each with its own connection and certificate, answers every offer
+with an update that was made before. A process of hostile peers has equal numbers of each kind: they
 hold connections that say nothing; begin TLS and send a byte a second; declare messages of 2 GiB and
-send as much of them as the server takes; send what inflates from less than 1 MiB to 700; flood it
-with calls; and send pings, settings, headers, resets or a header without an end as fast as the
-server takes them, and read its answers or do not. Those that speak TLS have certificates of the
-authority: half are struck off, and half are enrolled, for nodes of one user that never answer.
-Whoever is shut out comes again after a second. Rounds that are not released are lost; a server that
-takes more than 8 GiB is given up.
+send as much of them as the server takes; send less than 1 MiB that inflates to 700 MiB; flood the
+server with calls; and send pings, settings, headers, resets or an endless header as fast as the
+server takes them, and read its answers or not. Peers that speak TLS have certificates of the
+authority: half are struck off, and half are enrolled, for nodes of one user that never answer. A
+peer that is shut out comes again after a second. Rounds that are not released are lost; a server
+that takes more than 8 GiB is stopped.
 
-All processes share the machine, so what hostile peers themselves compute counts as harm, too. A
-round lasts from the release before it to its own; the first is left out.
+All processes share the machine, so the computations of hostile peers count as harm, too. A round
+lasts from the previous release to its own; the first is left out.
 
     python -m simulations.hostile_load --json simulations/results/hostile_load.json
     python -m simulations.hostile_load --rounds 5
@@ -58,10 +58,10 @@ _TOO_MUCH = 8 * 2**30  # bytes; a server that takes more is ended, before the ma
 
 @dataclass(frozen=True)
 class Load:
-    """What is measured."""
+    """The settings of a measurement."""
 
-    nodes: int  # that are connected, each with one user
-    sampled: int  # of them, in a round on average
+    nodes: int  # connected nodes, each with one user
+    sampled: int  # nodes in a round on average
     hidden: int  # width of the model, which has 75 · hidden + 10 parameters
     rounds: int  # at least 2
     hostile: int  # peers
@@ -71,13 +71,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured in one run."""
+    """The measurements of one run."""
 
     seconds: list[float]  # of each round but the first
     released: int  # rounds
     charged: int  # rounds
     answered: int  # answers of nodes that were accepted
-    empty: int  # rounds that were charged though nobody answered
+    empty: int  # rounds that were charged although nobody answered
     lost: int  # connections of nodes that were lost, and answers that could not be sent
     peak_mebibytes: float  # of the server's memory
     begun: dict[str, int]  # how often hostile peers began, by their kind
@@ -95,12 +95,12 @@ def measure(load: Load) -> tuple[Found, Found]:
         issued = {name: issue(site.folder, name) for name in strangers}
         enrolled = {name: issued[name].fingerprint for name in strangers[::2]}
         _enrol(site.enrolment, enrolled)
-        shown = [made.folder for made in issued.values()]
-        return _run(load, site, []), _run(load, site, shown)
+        folders = [certificate.folder for certificate in issued.values()]
+        return _run(load, site, []), _run(load, site, folders)
 
 
 def _enrol(path: Path, fingerprints: dict[str, str]) -> None:
-    """Add nodes to an enrolment, each with a user of its name."""
+    """Add nodes to an enrolment, each with one user of the same name."""
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     table["nodes"] |= {n: {"users": [n], "certificate": f} for n, f in fingerprints.items()}
     path.write_text(tomli_w.dumps(table), encoding="utf-8")
@@ -111,26 +111,26 @@ def _run(load: Load, site: Site, strangers: list[Path]) -> Found:
     folder.mkdir()
     file, run = folder / "experiment.toml", RunFolder(folder / "run")
     file.write_text(tomli_w.dumps(_experiment(load, site)), encoding="utf-8")
-    given = ("serve", str(file), "--out", str(run.path), "--exit", "--keep-going")
-    with loopback.program(folder / "server.log", *given, command=_COMMAND) as server:
+    arguments = ("serve", str(file), "--out", str(run.path), "--exit", "--keep-going")
+    with loopback.program(folder / "server.log", *arguments, command=_COMMAND) as server:
         port = loopback.port_of(server)
-        hostile = _hostile([Target(port, shown) for shown in strangers], load)
-        with hostile if strangers else nullcontext([0] * len(load.kinds)) as begun:
-            moments, seen, peak = asyncio.run(_rounds(load, site, port, server, run))
-            ended = server.process.poll()
-            counts = dict(zip(load.kinds, begun[:], strict=True))
+        hostile = _hostile([Target(port, folder_of_peer) for folder_of_peer in strangers], load)
+        with hostile if strangers else nullcontext([0] * len(load.kinds)) as starts:
+            moments, record, peak = asyncio.run(_rounds(load, site, port, server, run))
+            exit_code = server.process.poll()
+            counts = dict(zip(load.kinds, starts[:], strict=True))
     with Ledger.open(run.ledger) as ledger:
-        charged = len(list(ledger.charges()))
+        charges = len(list(ledger.charges()))
     return Found(
         seconds=[b - a for a, b in pairwise(moments)],
         released=len(moments),
-        charged=charged,
-        answered=seen.answered,
+        charged=charges,
+        answered=record.answered,
         empty=server.text.count("no drawn user contributed"),
-        lost=seen.lost,
+        lost=record.lost,
         peak_mebibytes=peak / _MEBIBYTE,
         begun=counts,
-        ended=ended,
+        ended=exit_code,
         log=loopback.troubles(server.text),
     )
 
@@ -164,18 +164,18 @@ def _experiment(load: Load, site: Site) -> dict[str, object]:
 
 @contextmanager
 def _hostile(targets: list[Target], load: Load) -> Iterator["SynchronizedArray[int]"]:
-    """So many peers, all of which have begun, until the block is left."""
+    """Run `load.hostile` peers; the context begins when all of them have begun."""
     context = multiprocessing.get_context("spawn")
-    begun = context.Array("L", len(load.kinds))
-    arguments = targets, load.kinds, load.hostile, begun
+    starts = context.Array("L", len(load.kinds))
+    arguments = targets, load.kinds, load.hostile, starts
     process = context.Process(target=harass, args=arguments, daemon=True)
     process.start()
     try:
-        while sum(begun[:]) < load.hostile:
+        while sum(starts[:]) < load.hostile:
             if process.exitcode is not None:
                 raise WorkerError("the process of hostile peers ended")
             time.sleep(_POLL_SECONDS)
-        yield begun
+        yield starts
     finally:
         process.kill()
         process.join()
@@ -184,27 +184,27 @@ def _hostile(targets: list[Target], load: Load) -> Iterator["SynchronizedArray[i
 async def _rounds(
     load: Load, site: Site, port: int, server: loopback.Program, run: RunFolder
 ) -> tuple[list[float], Seen, int]:
-    """When each round was released, what nodes saw until the last, and the server's peak bytes."""
+    """Return the release times of rounds, the nodes' record, and the server's peak bytes."""
     moments: list[float] = []
-    seen, peak = Seen(), 0
+    record, peak = Seen(), 0
     with suppress(TimeoutError):
-        async with asyncio.timeout(load.patience), connected(site, port, seen):
+        async with asyncio.timeout(load.patience), connected(site, port, record):
             while len(moments) < load.rounds and peak < _TOO_MUCH:
-                ended = server.process.poll() is not None
+                is_over = server.process.poll() is not None
                 with suppress(RuntimeError, OSError):  # it is ending
                     peak = peak_bytes(server.process.pid)
                 if run.metrics.exists():
-                    more = run.metrics.read_bytes().count(b"\n") - len(moments)
-                    moments += [time.perf_counter()] * more
-                if ended:
+                    released = run.metrics.read_bytes().count(b"\n") - len(moments)
+                    moments += [time.perf_counter()] * released
+                if is_over:
                     break
                 await asyncio.sleep(_POLL_SECONDS)
-    return moments, seen, peak
+    return moments, record, peak
 
 
 def summary(load: Load, quiet: Found, hostile: Found) -> dict[str, float]:
-    """What was measured, in a few numbers."""
-    medians = [statistics.median(found.seconds or [float("inf")]) for found in (quiet, hostile)]
+    """Return a summary in a few numbers."""
+    medians = [statistics.median(result.seconds or [float("inf")]) for result in (quiet, hostile)]
     return {
         "rounds lost without hostile peers": load.rounds - quiet.released,
         "rounds lost": load.rounds - hostile.released,
@@ -219,7 +219,7 @@ def summary(load: Load, quiet: Found, hostile: Found) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print and, if asked, keep the numbers."""
+    """Measure, print and, if requested, write the numbers."""
     parser = argparse.ArgumentParser(description="rounds with hostile peers, and without")
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--sampled", type=int, default=200)
@@ -229,9 +229,9 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=[*KINDS], default=[*KINDS])
     parser.add_argument("--patience", type=float, default=1800.0, help="seconds of all rounds")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
-    given = vars(parser.parse_args())
-    path = given.pop("json")
-    load = Load(**given)
+    options = vars(parser.parse_args())
+    path = options.pop("json")
+    load = Load(**options)
     quiet, hostile = measure(load)
     numbers = summary(load, quiet, hostile)
     for name, value in numbers.items():
@@ -239,9 +239,9 @@ def main() -> None:
     for line in hostile.log:
         print(line)
     if path:
-        kept = {"command": command("hostile_load"), "load": asdict(load), "summary": numbers}
-        found = {"without": asdict(quiet), "with": asdict(hostile)}
-        path.write_text(json.dumps(kept | found, indent=1) + "\n", encoding="utf-8")
+        content = {"command": command("hostile_load"), "load": asdict(load), "summary": numbers}
+        results = {"without": asdict(quiet), "with": asdict(hostile)}
+        path.write_text(json.dumps(content | results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Peers that mean harm to a server: each is a coroutine that ends when the server shuts it out.
+"""Peers that try to harm a server: each is a coroutine that ends when the server shuts it out.
 
-They speak TCP, TLS and HTTP/2 (RFC 9113) by hand. They keep to the windows of HTTP/2, because a
-server ends a connection that does not, and to nothing else.
+They implement TCP, TLS and HTTP/2 (RFC 9113) themselves. They respect only the windows of HTTP/2,
+because a server ends connections that do not.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ _SHUT_OUT = (OSError, EOFError, ssl.SSLError)
 class Target:
     """A server on loopback, and a certificate to show to it."""
 
-    port: int  # where it listens
+    port: int  # of the server
     certificate: Path  # folder with ca.pem, node.pem and node.key
 
     @cached_property
@@ -50,7 +50,7 @@ class Target:
 
 
 async def silent(at: Target) -> None:
-    """A TCP connection that says nothing."""
+    """Hold a TCP connection that says nothing."""
     reader, writer = await asyncio.open_connection("127.0.0.1", at.port)
     try:
         await reader.read()
@@ -59,13 +59,13 @@ async def silent(at: Target) -> None:
 
 
 async def slow_handshake(at: Target) -> None:
-    """A TLS handshake of one byte a second."""
-    hello, _, said = ssl.MemoryBIO(), ssl.MemoryBIO(), ssl.MemoryBIO()
+    """Send a TLS handshake at one byte a second."""
+    hello, _, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO(), ssl.MemoryBIO()
     with suppress(ssl.SSLWantReadError):
-        at.tls.wrap_bio(hello, said, server_hostname="localhost").do_handshake()
+        at.tls.wrap_bio(hello, outgoing, server_hostname="localhost").do_handshake()
     _, writer = await asyncio.open_connection("127.0.0.1", at.port)
     try:
-        for byte in said.read():
+        for byte in outgoing.read():
             writer.write(bytes([byte]))
             await writer.drain()
             await asyncio.sleep(_PAUSE)
@@ -74,20 +74,20 @@ async def slow_handshake(at: Target) -> None:
 
 
 async def declares_much(at: Target) -> None:
-    """Messages of 2 GiB in eight streams at once, of which as much comes as the server takes."""
+    """Declare messages of 2 GiB in eight streams at once, and send as much as the server takes."""
     async with _connected(at) as http, asyncio.TaskGroup() as group:
         for _ in range(_STREAMS):
             group.create_task(http.call("GetStatus", b"\0", _DECLARED))
 
 
 async def sends_bomb(at: Target) -> None:
-    """A compressed message of less than 1 MiB that inflates to 700."""
+    """Send a compressed message of less than 1 MiB that inflates to 700 MiB."""
     async with _connected(at) as http:
         await http.call("GetStatus", b"\1", body=bomb())
 
 
 async def floods(at: Target) -> None:
-    """Five calls each second."""
+    """Make five calls each second."""
     async with _connected(at) as http:
         while True:
             for _ in range(_CALLS):
@@ -104,13 +104,13 @@ def _settings() -> Iterator[bytes]:
 
 
 def _continuations() -> Iterator[bytes]:
-    """A header that does not end."""
+    """Yield a header that does not end."""
     yield _frame(_HEADERS, 0, 1, _header("GetStatus", b"\0"))
     yield from repeat(_frame(_CONTINUATION, 0, 1, _PIECE))
 
 
 def _headers() -> Iterator[bytes]:
-    """Calls without a message, of which a server takes a few at once."""
+    """Yield calls without a message; a server takes only a few at once."""
     header = _header("GetStatus", b"\0")
     for first in count(1, 200):
         streams = range(first, first + 200, 2)
@@ -118,18 +118,18 @@ def _headers() -> Iterator[bytes]:
 
 
 def _resets() -> Iterator[bytes]:
-    """The same calls, each ended at once by its caller."""
-    header, why = _header("GetStatus", b"\0"), (8).to_bytes(4, "big")
+    """Yield the same calls, each ended at once by its caller."""
+    header, code = _header("GetStatus", b"\0"), (8).to_bytes(4, "big")
     for first in count(1, 200):
         streams = range(first, first + 200, 2)
         yield b"".join(
-            _frame(_HEADERS, _WHOLE_HEADER, stream, header) + _frame(_RESET, 0, stream, why)
+            _frame(_HEADERS, _WHOLE_HEADER, stream, header) + _frame(_RESET, 0, stream, code)
             for stream in streams
         )
 
 
 def _endless(frames: Callable[[], Iterator[bytes]], at: Target, *, read: bool) -> Awaitable[None]:
-    """Frames as fast as the server takes them, whose answers are read or not."""
+    """Send frames as fast as the server takes them, and read the answers or not."""
 
     async def send() -> None:
         reader, writer = await asyncio.open_connection(
@@ -143,7 +143,7 @@ def _endless(frames: Callable[[], Iterator[bytes]], at: Target, *, read: bool) -
             for piece in frames():
                 writer.write(piece)
                 await writer.drain()
-                await asyncio.sleep(0)  # or a lost connection would not be noticed
+                await asyncio.sleep(0)  # otherwise a lost connection would not be noticed
         finally:
             reading.cancel()
             writer.transport.abort()
@@ -171,12 +171,12 @@ for _name, _frames in FRAMES.items():
 
 
 def harass(
-    targets: list[Target], kinds: Sequence[str], peers: int, begun: "SynchronizedArray[int]"
+    targets: list[Target], kinds: Sequence[str], peers: int, starts: "SynchronizedArray[int]"
 ) -> None:
-    """What so many peers of these kinds do, in a process of its own, until it is killed.
+    """Run peers of these kinds, in a separate process, until it is killed.
 
-    Targets are one server, by several certificates, which peers share. `begun` is counted up, for
-    each kind, whenever a peer begins (again).
+    All targets are the same server, with different certificates, which peers share. `starts` counts
+    for each kind how often a peer has begun.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -185,7 +185,7 @@ def harass(
         kind = number % len(kinds)
         harm, target = KINDS[kinds[kind]], targets[number // len(kinds) % len(targets)]
         while True:
-            begun[kind] += 1
+            starts[kind] += 1
             await until_shut_out(harm(target))
             await asyncio.sleep(_PAUSE)
 
@@ -197,7 +197,7 @@ def harass(
 
 
 async def until_shut_out(harm: Awaitable[None]) -> None:
-    """Let a peer do what it does until the server ends it."""
+    """Run a peer until the server shuts it out."""
     try:
         await harm
     except* _SHUT_OUT:
@@ -206,7 +206,7 @@ async def until_shut_out(harm: Awaitable[None]) -> None:
 
 @cache
 def bomb() -> bytes:
-    """What inflates to 700 MiB by gzip."""
+    """Return gzip data that inflate to 700 MiB."""
     packing, mebibyte = zlib.compressobj(wbits=31), bytes(2**20)
     return b"".join(packing.compress(mebibyte) for _ in range(_INFLATED)) + packing.flush()
 
@@ -241,7 +241,7 @@ class _Http2:
         writer.write(_PREFACE + _frame(_SETTINGS, 0, 0) + window)
 
     async def listen(self) -> None:
-        """Take what the server says, until it ends the connection."""
+        """Handle the server's frames until it ends the connection."""
         try:
             while True:
                 head = await self._reader.readexactly(9)
@@ -273,24 +273,24 @@ class _Http2:
     async def call(
         self, method: str, compressed: bytes, declared: int | None = None, body: bytes = b""
     ) -> None:
-        """Make a call, and wait for its end; what was declared and is not there is zeros."""
+        """Make a call, and wait for its end; zeros fill the declared size beyond the body."""
         stream, self._next = self._next, self._next + 2
         self._writer.write(_frame(_HEADERS, _WHOLE_HEADER, stream, _header(method, compressed)))
         size = len(body) if declared is None else declared
         body = compressed + size.to_bytes(4, "big") + body
-        left = 5 + size
-        while left and (room := await self._room(stream)):
-            piece = (body or _PIECE)[: min(room, left)]
-            body, left = body[len(piece) :], left - len(piece)
+        bytes_left = 5 + size
+        while bytes_left and (room := await self._room(stream)):
+            piece = (body or _PIECE)[: min(room, bytes_left)]
+            body, bytes_left = body[len(piece) :], bytes_left - len(piece)
             self._windows[0] -= len(piece)
             self._windows[stream] -= len(piece)
-            self._writer.write(_frame(_DATA, 0 if left else _LAST, stream, piece))
+            self._writer.write(_frame(_DATA, 0 if bytes_left else _LAST, stream, piece))
             await self._writer.drain()
         while stream not in self._over:
             await self._wait()
 
     async def _room(self, stream: int) -> int:
-        """How many bytes may be sent now; 0 if the server has ended the stream."""
+        """Return the bytes that may be sent now; 0 if the server has ended the stream."""
         while stream not in self._over:
             if (room := min(self._windows[0], self._windows[stream], len(_PIECE))) > 0:
                 return room
@@ -310,7 +310,7 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def _header(method: str, compressed: bytes) -> bytes:
-    """Literal fields without indexing (RFC 7541, section 6.2.2); all are shorter than 127 bytes."""
+    """Encode literal fields without indexing (RFC 7541, section 6.2.2), all below 127 bytes."""
     fields = {
         ":method": "POST",
         ":scheme": "https",
@@ -319,7 +319,7 @@ def _header(method: str, compressed: bytes) -> bytes:
         "te": "trailers",
         "content-type": "application/grpc",
     }
-    if compressed != b"\0":  # or a server that takes no compressed call would not look further
+    if compressed != b"\0":  # otherwise a server that refuses compressed calls would stop here
         fields["grpc-encoding"] = "gzip"
     return b"".join(
         b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()

@@ -1,10 +1,10 @@
-"""Noise of separate and of joint clipping where a user has one of two vectors: the paper's example.
+"""Noise of separate and of joint clipping if each user has one of two vectors: the paper's example.
 
     python -m simulations.joint_noise
 
-v_1 is bounded by a large norm and v_2 by a small one, and only one of them is not zero for any
-user (McMahan et al. 2018, section 3). All three clippings leave every such user whole and have the
-same noise multiplier, so the same ε; what they differ in is the variance of the noise.
+v_1 is bounded by a large norm and v_2 by a small one, and each user has only one of them that is
+not zero (McMahan et al. 2018, section 3). None of the three clippings changes such a user, and all
+have the same noise multiplier, so the same ε. They differ in the variance of the noise.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ CLIPPINGS: dict[str, tuple[VectorGroup, ...]] = {
 
 @dataclass(frozen=True)
 class Noise:
-    """What one clipping does to a sum over users."""
+    """The effect of one clipping on a sum over users."""
 
     clipping: str  # its name
     variances: dict[str, float]  # of the noise on each component of a tensor, by tensor
@@ -39,7 +39,7 @@ class Noise:
 
 
 def noises() -> Iterator[Noise]:
-    """Noise of each clipping, from the query that it makes."""
+    """Yield the noise of each clipping, from its query."""
     for name, groups in CLIPPINGS.items():
         clipping = Clipping(LAYOUT, groups)
         shares = proportional_shares(groups)
@@ -53,7 +53,7 @@ def noises() -> Iterator[Noise]:
 
 
 def extreme_users() -> Iterator[Tensors]:
-    """The longest that users can be: at one bound, and zero in the other vector."""
+    """Yield the longest users: at one bound, and zero in the other vector."""
     for tensor, bound in BOUNDS.items():
         user = {name: np.zeros(100) for name in LAYOUT.names}
         user[tensor][0] = bound

@@ -47,7 +47,7 @@ class Prepared:
         self._made: tuple[SummedUpdates, list[bytes]] | None = None
 
     def messages(self, offer: RoundOffer) -> Iterator[bytes]:
-        """What to upload as the answer to an offer."""
+        """Yield the messages of the answer to an offer."""
         content, parts = self._made = self._made or self._make(offer.clipping)
         header = encode_answer(RoundAnswer(offer.id, content))
         yield pb.UploadPart(answer=header).SerializeToString()
@@ -62,25 +62,25 @@ class Prepared:
 
 @dataclass
 class Seen:
-    """What nodes have seen so far."""
+    """Counts of events at nodes."""
 
     answered: int = 0  # answers that the server accepted
     lost: int = 0  # connections that were lost, and answers that could not be sent
 
 
 @asynccontextmanager
-async def connected(site: Site, port: int, seen: Seen | None = None) -> AsyncIterator[None]:
-    """All nodes of a site are connected to its server while the block runs.
+async def connected(site: Site, port: int, record: Seen | None = None) -> AsyncIterator[None]:
+    """Connect all nodes of a site to its server within the context.
 
-    Each answers every offer as bare nodes do: it throws away the model that comes, and sends
-    messages that were made before. What a node's own checks cost is its own machine's business. A
-    node that has lost its connection comes back. An answer that is refused ends the block.
+    Each answers every offer like bare nodes: it discards the model, and sends messages that were
+    made before. Nodes make no checks, whose cost would be that of other machines. A node that has
+    lost its connection connects again. A refused answer ends the context.
     """
-    prepared, seen = [Prepared(site, kind) for kind in range(site.kinds)], seen or Seen()
+    prepared, record = [Prepared(site, kind) for kind in range(site.kinds)], record or Seen()
     async with asyncio.TaskGroup() as group:
         welcomed = [asyncio.Event() for _ in range(site.nodes)]
         tasks = [
-            group.create_task(_come_back(site, number, port, prepared, event, seen))
+            group.create_task(_come_back(site, number, port, prepared, event, record))
             for number, event in enumerate(welcomed)
         ]
         for event in welcomed:
@@ -96,20 +96,20 @@ async def _come_back(
     port: int,
     prepared: list[Prepared],
     welcomed: asyncio.Event,
-    seen: Seen,
+    record: Seen,
 ) -> None:
-    """One node, until the run is over."""
+    """Run one node until the run is over."""
     update = prepared[number % site.kinds]
     while True:
         try:
             identity = identity_of(site.node_folder(number), None)
             async with FederationStub.open(f"localhost:{port}", identity) as stub:
-                await _stay(stub, identity, number, update, welcomed, seen)
+                await _stay(stub, identity, number, update, welcomed, record)
             return
         except grpc.aio.AioRpcError as error:
             if error.code() not in _LOST:
                 raise
-            seen.lost += 1
+            record.lost += 1
         await asyncio.sleep(_BACKOFF_SECONDS * random.random())
 
 
@@ -119,7 +119,7 @@ async def _stay(
     number: int,
     update: Prepared,
     welcomed: asyncio.Event,
-    seen: Seen,
+    record: Seen,
 ) -> None:
     hello, population = Hello(name_of(number), digest_of([user_of(number)])), ""
     votes = asyncio.Queue[Vote]()
@@ -131,21 +131,21 @@ async def _stay(
             case Proposal():
                 votes.put_nowait(agreeing(population, message, identity))
             case RoundOffer():
-                asked = ROUND_ID.encode(message.id).SerializeToString()
+                request = ROUND_ID.encode(message.id).SerializeToString()
                 call = stub.channel.unary_stream(f"/{SERVICE}/Download")
-                async for _ in call(asked):
+                async for _ in call(request):
                     pass
                 await _upload(stub.channel, update.messages(message))
-                seen.answered += 1
+                record.answered += 1
 
 
 def agreeing(population: str, proposal: Proposal, identity: Identity) -> Vote:
-    """A vote for a proposal, countersigned if its server has signed the head of a ledger."""
+    """Return a vote for a proposal, countersigned if its server has signed a ledger's head."""
     if proposal.head is None or identity.certificate is None:
         return Vote(proposal.id)
     binding = binding_of(population, proposal.id, proposal.price.event, proposal.head)
-    own = identity.node, b"", binding, identity.certificate, identity.key
-    return Vote(proposal.id, countersignature=countersigned(*own))
+    arguments = identity.node, b"", binding, identity.certificate, identity.key
+    return Vote(proposal.id, countersignature=countersigned(*arguments))
 
 
 async def _upload(channel: grpc.aio.Channel, parts: Iterator[bytes]) -> None:
@@ -160,11 +160,13 @@ class BareNodes:
 
     def __init__(self, site: Site, cohort: list[int], port: int) -> None:
         identities = [identity_of(site.node_folder(number), None) for number in cohort]
-        self._stubs = [FederationStub.open(f"localhost:{port}", own) for own in identities]
+        self._stubs = [
+            FederationStub.open(f"localhost:{port}", identity) for identity in identities
+        ]
         self._parts = messages(site.model_bytes)
 
     async def exchange(self) -> None:
-        """All at once: each node downloads, then uploads as much; nobody looks at the bytes."""
+        """Let all nodes at once download, then upload the same number of bytes, unread."""
         async with asyncio.TaskGroup() as group:
             for stub in self._stubs:
                 group.create_task(self._exchange(stub.channel))

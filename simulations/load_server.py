@@ -1,4 +1,4 @@
-"""The servers of the load benchmark, each in a process of its own that does what a pipe says."""
+"""The servers of the load benchmark, each in its own process that takes orders from a pipe."""
 
 import asyncio
 import re
@@ -50,12 +50,12 @@ class Done:
     """Says that a round is over."""
 
     seconds: float  # from the request to the sum
-    connected: int  # how many nodes are
-    peak: int  # bytes of memory that the process had at most since it began (VmHWM)
+    connected: int  # number of connected nodes
+    peak: int  # bytes of the process's peak memory since it began (VmHWM)
 
 
 def serve(pipe: Connection, site: Site, limits: TransferLimits) -> None:
-    """The server of `fedpriv serve`, with its transport, but rounds as the pipe asks for them.
+    """Run the server of `fedpriv serve`, with its transport, for the rounds that the pipe orders.
 
     Sends its port, then a `Done` for each `Round`; ends when the pipe is closed.
     """
@@ -79,21 +79,22 @@ def serve(pipe: Connection, site: Site, limits: TransferLimits) -> None:
         server.call(lambda: server.service.connections.end_all(End.RUN_OVER))
 
 
-def _collected(asked: Round, site: Site, server: Listener, transport: GrpcTransport) -> Done:
-    request = site.request(asked.number, asked.cohort)
+def _collected(order: Round, site: Site, server: Listener, transport: GrpcTransport) -> Done:
+    request = site.request(order.number, order.cohort)
     began = time.perf_counter()
-    added = add_up(transport.collect(request), request.clipping, len(asked.cohort))
+    added = add_up(transport.collect(request), request.clipping, len(order.cohort))
     seconds = time.perf_counter() - began
-    np.save(asked.total, added.total)
+    np.save(order.total, added.total)
     return Done(seconds, len(server.service.connections), peak_bytes())
 
 
 def serve_bare(pipe: Connection, site: Site) -> None:
-    """A bare gRPC server of the same certificates; sends its port, ends when the pipe is closed.
+    """Run a bare gRPC server with the same certificates.
 
-    Download sends as many bytes as the model has, from messages that were made before; Upload takes
-    messages and forgets them. grpc.aio with its defaults, and nothing between it and the bytes: no
-    protobuf, no interceptor, no limit on how many are served at once.
+    It sends its port, and ends when the pipe is closed. Download sends as many bytes as the model
+    has, from messages that were made before; Upload takes messages and discards them. grpc.aio has
+    its defaults, and nothing stands between it and the bytes: no protobuf, no interceptor, no limit
+    on simultaneous calls.
     """
     asyncio.run(_serve_bare(pipe, site))
 
@@ -125,18 +126,18 @@ async def _serve_bare(pipe: Connection, site: Site) -> None:
 
 
 def messages(size: int) -> list[bytes]:
-    """So many bytes in messages as long as a chunk's data; the last has what is left."""
-    whole, left = divmod(size, CHUNK_BYTES)
-    return [bytes(CHUNK_BYTES)] * whole + [bytes(left)] * bool(left)
+    """Return `size` bytes, in messages as long as a chunk's data; the last has the remainder."""
+    count, remainder = divmod(size, CHUNK_BYTES)
+    return [bytes(CHUNK_BYTES)] * count + [bytes(remainder)] * bool(remainder)
 
 
 def peak_bytes(process: int | str = "self") -> int:
-    """The most memory that a process had since it began.
+    """Return the peak memory of a process since it began.
 
-    Not `getrusage`: there Linux counts what the parent had before, too.
+    Not by `getrusage`, where Linux also counts the parent's earlier memory.
     """
     status = Path(f"/proc/{process}/status")
-    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text(encoding="ascii"))
-    if found is None:
-        raise RuntimeError(f"{status} does not say how much memory there was at most")
-    return int(found[1]) * 1024
+    match = re.search(r"VmHWM:\s+(\d+) kB", status.read_text(encoding="ascii"))
+    if match is None:
+        raise RuntimeError(f"{status} does not have the peak memory")
+    return int(match[1]) * 1024

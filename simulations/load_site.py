@@ -1,4 +1,4 @@
-"""What processes of the load benchmark share: a site with its certificates and contributions."""
+"""The site that processes of the load benchmark share, with its certificates and contributions."""
 
 import secrets
 import ssl
@@ -17,8 +17,8 @@ from fedpriv.server.authentication import tls_context
 from fedpriv.training.request import LocalTraining, RoundRequest
 from simulations.loopback import issue
 
-_KINDS = 4  # different contributions; nodes share them, so that one process can hold those of all
-_NORM = 1.0  # far below that of what is clipped
+_KINDS = 4  # different contributions, which nodes share, so that one process can hold them all
+_NORM = 1.0  # far below the norm of the random updates
 _LOCAL = LocalTraining(0.1, steps=1)
 
 
@@ -27,11 +27,11 @@ class Site:
     """A federation of one-user nodes, each with a certificate, and the model that they train."""
 
     folder: Path  # of the certificates, as `fedpriv certs` makes it
-    nodes: int  # how many there are; node i has the user at position i
+    nodes: int  # number of nodes; node i has the user at position i
     parameters: int  # P of the model, at least 1000
 
     def issue(self) -> None:
-        """Make all certificates, and enrol them with a user each."""
+        """Make all certificates, and enrol each with one user."""
         certificates.init(self.folder, ["localhost"])
         nodes = {}
         for number in range(self.nodes):
@@ -45,23 +45,23 @@ class Site:
 
     @property
     def model_bytes(self) -> int:
-        """Of the model, and of a contribution."""
+        """Bytes of the model, and of a contribution."""
         return 4 * self.parameters
 
     @property
     def tls(self) -> ssl.SSLContext:
-        """What a server of the site shows, and whom it trusts."""
+        """The certificate and trust settings of a server of the site."""
         return tls_context(self.folder / "server")
 
     @property
     def credentials(self) -> grpc.ServerCredentials:
-        """The same, for a bare server."""
+        """The same for a bare server."""
         folder = self.folder / "server"
         ca, *pair = ((folder / f).read_bytes() for f in ("ca.pem", "server.key", "server.pem"))
         return grpc.ssl_server_credentials([tuple(pair)], ca, require_client_auth=True)
 
     def node_folder(self, number: int) -> Path:
-        """What a node shows, and whom it trusts."""
+        """Return the folder of a node's certificate and authority."""
         return self.folder / "nodes" / name_of(number)
 
     @property
@@ -70,25 +70,25 @@ class Site:
         return self.folder / "enrolment.toml"
 
     def cohort(self, size: int) -> list[int]:
-        """Numbers of so many nodes, spread over all."""
+        """Return the numbers of `size` nodes, spread over all."""
         return [i * self.nodes // size for i in range(size)]
 
     @property
     def kinds(self) -> int:
-        """How many different contributions there are; node i sends number i modulo this."""
+        """The number of different contributions; node i sends contribution i modulo this."""
         return min(_KINDS, self.nodes)
 
     def contribution(self, kind: int, clipping: Clipping) -> IntegerVector:
-        """One of the contributions: int64[P]."""
+        """Return one of the contributions: int64[P]."""
         return clipping.contribution(_random(clipping.layout, 1 + kind))
 
     def request(self, number: int, cohort: list[int]) -> RoundRequest:
-        """A round of a given cohort, with a model of its own."""
+        """Return a round with this cohort, and a model that depends on the number."""
         model, users = _random(self._layout, 1000 + number), np.array(cohort, np.int64)
         return RoundRequest("load", number, 0, model, self._clipping, _LOCAL, users, bytes(32))
 
     def sum_of(self, cohort: list[int]) -> IntegerVector:
-        """What the contributions of these nodes add up to."""
+        """Return the sum of these nodes' contributions."""
         total = np.zeros(self.parameters, np.int64)
         for kind in range(self.kinds):
             total += sum(node % self.kinds == kind for node in cohort) * self.contribution(
@@ -113,10 +113,10 @@ def _random(layout: Layout, seed: int) -> dict[str, npt.NDArray[np.float32]]:
 
 
 def name_of(number: int) -> str:
-    """Name of a node."""
+    """Return the name of a node."""
     return f"node-{number:06}"
 
 
 def user_of(number: int) -> str:
-    """Id of the user of a node; ids sort as numbers do."""
+    """Return the id of a node's user; ids sort like numbers."""
     return f"user-{number:06}"

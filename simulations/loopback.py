@@ -39,74 +39,74 @@ def issue(
 
 
 def lay_out(folder: Path, users: UserStore, sizes: Sequence[int]) -> None:
-    """Write what server and nodes need: certs/, enrolment.toml, and each node's users/NODE/.
+    """Write the files of server and nodes: certs/, enrolment.toml, and each node's users/NODE/.
 
-    Nodes are node-1, node-2, …, each with so many users, together all of the store. Users keep
-    their positions: user i of the store is at position i of the enrolled population.
+    Nodes are node-1, node-2, …, with `sizes` users each, which add up to all users of the store.
+    Users keep their positions: user i of the store is at position i of the enrolled population.
     """
     certificates.init(folder / "certs", ["localhost", "127.0.0.1"])
     digits = len(str(users.population - 1))
-    # Of one length, ids have the order of code points that numbers have.
+    # Ids of one length have the same order as the numbers.
     ids = [str(user).zfill(digits) for user in range(users.population)]
     parts = np.split(np.arange(users.population), np.cumsum(sizes)[:-1])
     nodes = {}
     for number, part in enumerate(parts, start=1):
         node = f"node-{number}"
         issued = issue(folder / "certs", node)
-        own = users.subset(part)
+        part_users = users.subset(part)
         ids_here = [ids[user] for user in part]
         nodes[node] = {"users": ids_here, "certificate": issued.fingerprint}
-        UserStore(own.fields, own.offsets, ids_here).save(folder / "users" / node)
+        UserStore(part_users.fields, part_users.offsets, ids_here).save(folder / "users" / node)
     enrolment = {"population": secrets.token_hex(16), "nodes": nodes}
     (folder / "enrolment.toml").write_text(tomli_w.dumps(enrolment), encoding="utf-8")
 
 
 def lay_out_digits(folder: Path, sizes: Sequence[int] = (96, 96, 95)) -> None:
-    """`lay_out` for the 287 users of DIGITS."""
+    """Call `lay_out` for the 287 users of DIGITS."""
     lay_out(folder, load_population("digits", {"users": 287}).users, sizes)
 
 
 @dataclass(frozen=True)
 class Program:
-    """A process of the federation, with what it prints in a file."""
+    """A process of the federation, whose output is in a file."""
 
     process: subprocess.Popen[bytes]
-    output: Path  # what it printed, standard error too
+    output: Path  # standard output and standard error
 
     @property
     def text(self) -> str:
-        """What it has printed so far."""
+        """The output so far."""
         return self.output.read_text(encoding="utf-8", errors="replace")
 
     def await_text(self, pattern: str) -> re.Match[str]:
-        """Wait until it has printed what matches; FedprivError if it ends or takes too long."""
+        """Wait until the output matches; FedprivError if the process ends or takes too long."""
         end = time.monotonic() + _LONGEST_START_SECONDS
         while time.monotonic() < end:
-            ended = self.process.poll() is not None
-            if found := re.search(pattern, self.text):
-                return found
-            if ended:
+            is_over = self.process.poll() is not None
+            if match := re.search(pattern, self.text):
+                return match
+            if is_over:
                 break
             time.sleep(0.02)
         raise FedprivError(f"{self.output} does not say {pattern!r}:\n{self.text}")
 
 
 def troubles(log: str) -> list[str]:
-    """Warnings, errors and last sentences in what a program printed, each once, as they came.
+    """Return warnings, errors and last sentences in a program's output, each once, in order.
 
-    Lines that differ in numbers alone are the same.
+    Lines that differ only in numbers count as the same.
     """
-    found = re.findall(r"^(?:\S+Z (WARNING|ERROR) +|(error): )(.+)$", log, re.MULTILINE)
+    matches = re.findall(r"^(?:\S+Z (WARNING|ERROR) +|(error): )(.+)$", log, re.MULTILINE)
     lines = {
-        re.sub(r"\d+", "#", said): f"{(level or end).upper()} {said}"
-        for level, end, said in reversed(found)
+        re.sub(r"\d+", "#", text): f"{(level or end).upper()} {text}"
+        for level, end, text in reversed(matches)
     }
     return list(reversed(lines.values()))
 
 
 @contextmanager
 def program(output: Path, *arguments: str, command: Sequence[str] = COMMAND) -> Iterator[Program]:
-    """A `fedpriv` process, ended with the block if it is not before."""
+    """Run a `fedpriv` process, which ends with the context at the latest."""
     with output.open("ab") as file:
         process = subprocess.Popen(
             [*command, *arguments], stdout=file, stderr=subprocess.STDOUT, cwd=output.parent
@@ -126,9 +126,9 @@ def program(output: Path, *arguments: str, command: Sequence[str] = COMMAND) -> 
 def server(
     folder: Path, file: Path, *arguments: str, port: int = 0, command: Sequence[str] = COMMAND
 ) -> Iterator[Program]:
-    """`fedpriv serve FILE` in a folder that is laid out; it writes its run to `run`.
+    """Run `fedpriv serve FILE` in a folder that `lay_out` wrote; its run is in `run`.
 
-    The command runs instead of `fedpriv`, with the same arguments.
+    `command` runs instead of `fedpriv`, with the same arguments.
     """
     settings = {
         "address": f"127.0.0.1:{port}",
@@ -137,13 +137,13 @@ def server(
     }
     assignments = [f"--set=federation.{key}={value}" for key, value in settings.items()]
     out = ("--out", str(folder / "run"))
-    given = ("serve", str(file), *assignments, *out, *arguments)
-    with program(folder / "server.log", *given, command=command) as one:
-        yield one
+    arguments_of_serve = ("serve", str(file), *assignments, *out, *arguments)
+    with program(folder / "server.log", *arguments_of_serve, command=command) as server_program:
+        yield server_program
 
 
 def port_of(serving: Program) -> int:
-    """Where a server listens, once it does."""
+    """Return the port of a server, once it listens."""
     return int(serving.await_text(LISTENING.pattern)[1])
 
 
@@ -151,7 +151,7 @@ def port_of(serving: Program) -> int:
 def node(
     folder: Path, name: str, port: int, *arguments: str, command: Sequence[str] = COMMAND
 ) -> Iterator[Program]:
-    """`fedpriv join` for a node of the folder; `command` as for `server`."""
+    """Run `fedpriv join` for a node of the folder; `command` as for `server`."""
     with program(
         folder / f"{name}.log",
         "join",
@@ -161,14 +161,14 @@ def node(
         f"--state={folder / 'state' / name}",
         *arguments,
         command=command,
-    ) as one:
-        yield one
+    ) as node_program:
+        yield node_program
 
 
 @contextmanager
 def nodes(
     folder: Path, names: Sequence[str], port: int, *arguments: str
 ) -> Iterator[dict[str, Program]]:
-    """Several nodes at once."""
+    """Run several nodes at once."""
     with ExitStack() as stack:
         yield {name: stack.enter_context(node(folder, name, port, *arguments)) for name in names}

@@ -1,9 +1,9 @@
-"""What a round costs beside training: `python -m simulations.overheads [--rounds N]`.
+"""Costs of a round other than training: `python -m simulations.overheads [--rounds N]`.
 
-Whole rounds as `fedpriv simulate` runs them, with ledger, participation record, figures and
+It runs whole rounds like `fedpriv simulate`, with ledger, participation record, figures and
 checkpoints on disk: 100 of 1,000 users of 50 images, an MLP 784–128–10, batches of 10, one local
-epoch, in one thread, which Python's profiler watches; times are of the wall, and waiting for the
-disk is among them.
+epoch. They run in one thread under Python's profiler; times are wall time, including waiting for
+the disk.
 """
 
 import argparse
@@ -48,36 +48,36 @@ BESIDE = (
 
 
 def prepared(population: int = 1_000, on: str = "cpu") -> InProcessTransport:
-    """So many users, who have trained once: how they go is settled before the first round."""
+    """Return users who have trained once, so that how they train is decided before the run."""
     device = torch.device(on)
     torch.manual_seed(0)
     users = replace(WORKS["mlp"], users=population).population
     task = Task(WORKS["mlp"].model())
-    given = task, users, device, chunk_memory_of(None, device)
-    engine = InProcessTransport(*given, processes=1, path="together")
+    settings = task, users, device, chunk_memory_of(None, device)
+    engine = InProcessTransport(*settings, processes=1, path="together")
     for _ in engine.collect(request_of(task, users)):
         pass
     return engine
 
 
 def run(folder: Path, engine: InProcessTransport, rounds: int, cohort: int = 100) -> float:
-    """Train cohorts of an expected size, with all that is written to disk: seconds of a round."""
+    """Train cohorts of an expected size, with all writes to disk; return seconds per round."""
     population = Population("random images", engine.users, engine.users.examples_of(0))
     sampling = Poisson(cohort / engine.users.population)
     mechanism = Mechanism(sampling, Flat(1.0), noise_multiplier=1.0, epsilon=100.0, delta=1e-6)
-    output = {"evaluate_every": rounds}  # evaluation is not of every round
+    output = {"evaluate_every": rounds}  # evaluation is not part of a round
     method = Method(engine.task, mechanism, LOCAL, FedAvg())
     config = settings_of("overheads", population, method, rounds=rounds, output=output)
     experiment, _ = on_population(config, "run", population, method=method)
     files, name = (folder / "ledger", folder / "participation"), population.name
     with PrivacyRecords.open(*files, name, experiment.budget) as records:
-        state, written, began = experiment.initial_state, RunFolder(folder), time.monotonic()
-        conduct(written, experiment, state, engine, records, clock=time.monotonic)
+        state, run_folder, began = experiment.initial_state, RunFolder(folder), time.monotonic()
+        conduct(run_folder, experiment, state, engine, records, clock=time.monotonic)
         return (time.monotonic() - began) / rounds
 
 
 def parts_of(profile: cProfile.Profile) -> dict[str, float]:
-    """Seconds of each part of the rounds, and of the rounds."""
+    """Return the seconds of each part of the rounds, and of whole rounds."""
     watched = {entry.code: entry.totaltime for entry in profile.getstats()}
 
     def seconds(*functions: Callable[..., object]) -> float:
@@ -106,13 +106,13 @@ def parts_of(profile: cProfile.Profile) -> dict[str, float]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="what a round costs beside training")
+    parser = argparse.ArgumentParser(description="costs of a round other than training")
     parser.add_argument("--rounds", type=int, default=1_000)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
-    profile = cProfile.Profile(builtins=False)  # watching less, it costs less
+    profile = cProfile.Profile(builtins=False)  # which costs less than with builtins
     with tempfile.TemporaryDirectory() as folder:
-        run(Path(folder), prepared(), 2)  # what is done once per process
+        run(Path(folder), prepared(), 2)  # pays the costs of a process's first run
     engine = prepared()
     with tempfile.TemporaryDirectory() as folder:
         profile.runcall(run, Path(folder), engine, rounds)
@@ -120,8 +120,8 @@ def main() -> None:
     for name, seconds in parts.items():
         share = seconds / parts["all"]
         print(f"{name:24} {1e3 * seconds / rounds:8.2f} ms a round {100 * share:6.1f} %")
-    beside = sum(parts[name] for name in BESIDE)
-    print(f"{', '.join(BESIDE)}: {100 * beside / parts['all']:.1f} %")
+    others = sum(parts[name] for name in BESIDE)
+    print(f"{', '.join(BESIDE)}: {100 * others / parts['all']:.1f} %")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What each partitioner of `fedpriv.data.partition` deals: figures for docs/data.md.
+"""Figures for docs/data.md of the partitioners in `fedpriv.data.partition`.
 
     python -m simulations.partitions
 
-Draws, for each way of dealing the 1,437 training images of DIGITS to 20 users, how many of each
-digit each user has, as docs/images/partition-*.svg.
+Each figure, docs/images/partition-*.svg, shows one way to deal the 1,437 training images of DIGITS
+to 20 users: how many images of each digit each user has.
 """
 
 import argparse
@@ -28,25 +28,25 @@ WAYS: Mapping[str, tuple[str, Mapping[str, object]]] = {
 }
 
 
-def dealt(way: str) -> np.ndarray:
-    """Number of images of each digit at each user, int64 [users, digits]."""
-    options = {"users": USERS, "partition": way.partition("-")[0], **WAYS[way][1]}
+def dealt(name: str) -> np.ndarray:
+    """Return the number of images of each digit at each user, int64 [users, digits]."""
+    options = {"users": USERS, "partition": name.partition("-")[0], **WAYS[name][1]}
     store = load_population("digits", options).users
     rows = (store.examples_of(user)["y"] for user in range(USERS))
     return np.array([np.bincount(y.astype(int), minlength=len(DIGITS)) for y in rows])
 
 
-def chart(way: str) -> dict[str, Any]:
-    """In Vega-Lite, a marker for each digit that a user has, its area in proportion to how many."""
-    counts = dealt(way)
-    users, digits = (where.tolist() for where in np.nonzero(counts))
+def chart(name: str) -> dict[str, Any]:
+    """Return a chart in Vega-Lite: a marker for each user's digit, its area in proportion."""
+    counts = dealt(name)
+    users, digits = (indices.tolist() for indices in np.nonzero(counts))
     rows = [
         {"user": user, "digit": digit, "images": int(counts[user, digit])}
         for user, digit in zip(users, digits, strict=True)
     ]
-    least, most = counts.sum(axis=1).min(), counts.sum(axis=1).max()
+    low, high = counts.sum(axis=1).min(), counts.sum(axis=1).max()
     caption = (
-        f"DIGITS: {counts.sum():,} images, {USERS} users of {least} to {most}, seed 0; the largest "
+        f"DIGITS: {counts.sum():,} images, {USERS} users of {low} to {high}, seed 0; the largest "
         f"marker is {counts.max()} images."
     )
     area = {"zero": True, "rangeMin": 0, "rangeMax": LARGEST}
@@ -58,7 +58,7 @@ def chart(way: str) -> dict[str, Any]:
             "y": _axis("digit", "digit (label)", len(DIGITS)),
             "size": {"field": "images", "type": "quantitative", "scale": area, "legend": None},
         },
-        "title": {"text": WAYS[way][0], "subtitle": caption},
+        "title": {"text": WAYS[name][0], "subtitle": caption},
         "background": "white",
         "padding": 12,
         "width": 600,
@@ -80,9 +80,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("docs/images"))
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    for way in WAYS:
-        path = arguments.folder / f"partition-{way}.svg"
-        path.write_text(vl_convert.vegalite_to_svg(chart(way)), encoding="utf-8")
+    for name in WAYS:
+        path = arguments.folder / f"partition-{name}.svg"
+        path.write_text(vl_convert.vegalite_to_svg(chart(name)), encoding="utf-8")
         print(path)
 
 

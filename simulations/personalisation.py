@@ -1,15 +1,15 @@
-"""Personal models of users who write two digits each, beside one model for all.
+"""Personal models of users with two digits each, compared with one model for all.
 
     python -m simulations.personalisation [--epsilon 2 8] [--seeds 3] [--folder FOLDER]
 
 MNIST is sorted by digit and dealt in two pieces to each of 1,000 users (McMahan et al. 2017,
-section 3); its test images are dealt likewise to 100 held-out users. Each of these makes a released
-model its own on half of its images, and is measured on the other half. What is compared, of a
-network with one hidden layer: the model as it is; the same after a user has trained all of it, or
-its last layer; and one of which users kept the last layer to themselves in training, by `FedRecon`.
+section 3); its test images are dealt in the same way to 100 held-out users. Each held-out user
+trains the released model on half of its images, and is measured on the other half. The study
+compares, for a network with one hidden layer: the released model; the same after a user has trained
+all of it, or its last layer; and a model whose last layer stayed with users (`FedRecon`).
 
-Rates and steps were found by trying, on the held-out users; what that tells is not counted in ε.
-Data: MNIST's files, in a folder named by FEDPRIV_DATA.
+Rates and steps were tuned on the held-out users; ε does not include this.
+Data: MNIST's files, in the folder FEDPRIV_DATA.
 """
 
 import argparse
@@ -42,11 +42,11 @@ class Found:
     epsilon: float
     arm: str
     mean: tuple[float, ...]  # over users
-    tenth: tuple[float, ...]  # that 10% of users do not reach
+    tenth: tuple[float, ...]  # the 10% quantile over users
 
 
 def people(users: int = USERS, held_out: int = HELD_OUT) -> fedpriv.Population:
-    """MNIST dealt in pieces of one digit, two to a user."""
+    """Return MNIST, dealt in pieces of one digit, two to each user."""
     writers = load_mnist_writers()
     x, y = (np.asarray(writers.users.fields[name]) for name in ("x", "y"))
     test = writers.test["x"], writers.test["y"]
@@ -61,25 +61,25 @@ def people(users: int = USERS, held_out: int = HELD_OUT) -> fedpriv.Population:
 
 
 def task(*personal: str) -> fedpriv.Task:
-    """A network with one hidden layer, of which users may keep something to themselves."""
+    """Return a network with one hidden layer and these personal parameters."""
     torch.manual_seed(0)
     return fedpriv.Task(mlp(784, HIDDEN, 10), personal=personal)
 
 
 def trained(
     population: fedpriv.Population,
-    made: fedpriv.Task,
+    task: fedpriv.Task,
     local: fedpriv.SGD | fedpriv.FedRecon,
     epsilon: float,
     rounds: int,
     seed: int,
 ) -> fedpriv.Run:
-    """One run, of which nothing is kept."""
+    """Run once, in a temporary folder."""
     mechanism = fedpriv.Mechanism.poisson(q=0.3, clipping=fedpriv.Flat(0.5))
     with tempfile.TemporaryDirectory() as folder:
         return fedpriv.simulate(
             population,
-            made,
+            task,
             mechanism.calibrate(epsilon=epsilon, delta=DELTA, rounds=rounds),
             local=local,
             server=fedpriv.FedAvg(1.0),
@@ -95,31 +95,33 @@ def trained(
 def accuracies(
     population: fedpriv.Population, epsilon: float, rounds: int, seed: int
 ) -> dict[str, dict[str, float]]:
-    """How the accuracy of each arm is spread over held-out users."""
-    whole = fedpriv.Personalisation(fedpriv.SGD(0.05, steps=20))
+    """Return the distribution of each arm's accuracy over held-out users."""
+    all_parameters = fedpriv.Personalisation(fedpriv.SGD(0.05, steps=20))
     head = fedpriv.Personalisation(fedpriv.SGD(0.1, steps=20), HEAD)
     shared = trained(population, task(), fedpriv.SGD(0.1, steps=10), epsilon, rounds, seed)
     local = fedpriv.FedRecon(0.1, steps=15, personal_steps=5, personal_rate=0.1)
-    apart = trained(population, task(*HEAD), local, epsilon, rounds, seed)
+    personal = trained(population, task(*HEAD), local, epsilon, rounds, seed)
     of_all, of_head = (
-        HeldOutUsers(how, shared.task, population.test, CPU) for how in (whole, head)
+        HeldOutUsers(options, shared.task, population.test, CPU)
+        for options in (all_parameters, head)
     )
     model = shared.state.model
-    found = {
+    runs = {
         "one model": evaluate(shared.task, of_all.rows, CPU, model),
         "all of it fine-tuned": of_all.evaluate(model),
         "its last layer fine-tuned": of_head.evaluate(model),
-        "last layer personal": HeldOutUsers(head, apart.task, population.test, CPU).evaluate(
-            apart.state.model
+        "last layer personal": HeldOutUsers(head, personal.task, population.test, CPU).evaluate(
+            personal.state.model
         ),
     }
-    return {arm: dict(each.held_out_users["accuracy"]) for arm, each in found.items()}
+    return {arm: dict(run.held_out_users["accuracy"]) for arm, run in runs.items()}
 
 
 def table_of(results: Sequence[Found]) -> Table:
-    """A row for each ε and arm."""
+    """Return a table with a row for each ε and arm."""
     rows = [
-        (f"{each.epsilon:g}", each.arm, mean_of(each.mean), mean_of(each.tenth)) for each in results
+        (f"{result.epsilon:g}", result.arm, mean_of(result.mean), mean_of(result.tenth))
+        for result in results
     ]
     columns = [
         Column("ε"),
@@ -140,15 +142,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--users", type=int, default=USERS)
     default = Path(__file__).parent / "results"
     parser.add_argument("--folder", type=Path, default=default)
-    given = parser.parse_args(arguments)
-    population, results = people(given.users), list[Found]()
-    for epsilon in given.epsilon:
-        runs = [accuracies(population, epsilon, given.rounds, seed) for seed in range(given.seeds)]
+    options = parser.parse_args(arguments)
+    population, results = people(options.users), list[Found]()
+    for epsilon in options.epsilon:
+        runs = [
+            accuracies(population, epsilon, options.rounds, seed) for seed in range(options.seeds)
+        ]
         for arm in runs[0]:
             mean, tenth = (tuple(run[arm][key] for run in runs) for key in ("mean", "q10"))
             results.append(Found(epsilon, arm, mean, tenth))
-    content = [asdict(each) for each in results]
-    write_results(table_of(results), content, given.folder, "personalisation")
+    content = [asdict(result) for result in results]
+    write_results(table_of(results), content, options.folder, "personalisation")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""What sampling policies cost: their noise at equal ε, rounds and expected cohorts.
+"""Costs of sampling policies: their noise at equal ε, rounds and expected cohorts.
 
     python -m simulations.policies [--epsilon 2 8] [--folder FOLDER]
 
-The plan is that of MNIST by writer in mnist_writers.toml: 539 users, 100 rounds and δ = 1e-3.
-Poisson coins with q = 1/n are beside random allocation to one round of a pass of n, and cohorts of
-the fixed size next to N/n. What the two first are worth, correlated_noise.toml compares.
+The plan is that of MNIST by writer in mnist_writers.toml: 539 users, 100 rounds and δ = 1e-3. The
+table compares Poisson coins with q = 1/n, random allocation to one round of a pass of n, and
+cohorts of the fixed size nearest to N/n. correlated_noise.toml compares the accuracy of the first
+two.
 """
 
 import argparse
@@ -22,17 +23,17 @@ USERS, ROUNDS, DELTA = 539, 100, 1e-3
 
 @dataclass(frozen=True)
 class Cost:
-    """What one policy costs at one ε."""
+    """The cost of one policy at one ε."""
 
     epsilon: float
     policy: str
     cohort: float  # expected number of users in a round
-    relation: str  # of which two populations ε compares
+    relation: str  # of the two populations that ε compares
     noise_multiplier: float  # z: noise on a sum over the clipping norm
 
 
 def policies(n: int) -> Mapping[str, CohortPolicy]:
-    """Policies by which an n-th of the users is in a round, or nearly so."""
+    """Return policies by which about an n-th of the users is in a round."""
     return {
         "poisson": fedpriv.Poisson(1.0 / n),
         "random allocation": fedpriv.RandomAllocation(n),
@@ -41,7 +42,7 @@ def policies(n: int) -> Mapping[str, CohortPolicy]:
 
 
 def cost(epsilon: float, name: str, policy: CohortPolicy) -> Cost:
-    """The least noise of a policy within ε."""
+    """Return the least noise of a policy within ε."""
     mechanism = fedpriv.Mechanism(policy, fedpriv.Flat(1.0)).calibrate(
         epsilon=epsilon, delta=DELTA, rounds=ROUNDS, users=USERS
     )
@@ -50,7 +51,7 @@ def cost(epsilon: float, name: str, policy: CohortPolicy) -> Cost:
 
 
 def table_of(costs: Sequence[Cost]) -> Table:
-    """A row for each ε, size of cohorts and policy."""
+    """Return a table with a row for each ε, size of cohorts and policy."""
     rows = [
         (f"{c.epsilon:g}", c.policy, f"{c.cohort:.4g}", c.relation, f"{c.noise_multiplier:.4f}")
         for c in costs
@@ -66,13 +67,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--epsilon", type=float, nargs="+", default=[2.0, 8.0])
     parser.add_argument("--passes", type=int, nargs="+", default=[2, 10, 50], help="n")
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "results")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     costs = list[Cost]()
-    for epsilon in given.epsilon:
+    for epsilon in options.epsilon:
         costs.append(cost(epsilon, "every user", fedpriv.EveryUser()))
-        for n in given.passes:
+        for n in options.passes:
             costs += [cost(epsilon, name, policy) for name, policy in policies(n).items()]
-    write_results(table_of(costs), [asdict(each) for each in costs], given.folder, "policies")
+    write_results(table_of(costs), [asdict(row) for row in costs], options.folder, "policies")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How fast noise and cohorts are drawn: `python -m simulations.randomness`.
+"""Speed of drawing noise and cohorts: `python -m simulations.randomness`.
 
 Time is the processor time of the whole process, so a rate is a rate per core even if a library
 were to start threads. NumPy's own generator, which is not cryptographic, runs in turn with ours.
@@ -17,12 +17,12 @@ from fedpriv.privacy.sampling import PoissonSampling
 
 _REPEATS = 15
 _NORMALS = 4_000_000
-_STDDEV = 2.0**24  # in steps: that of a noise multiplier of about 1
+_STDDEV = 2.0**24  # in steps, as for a noise multiplier of about 1
 _POPULATION = 10_000_000
 
 
 def _median_seconds(*tasks: Callable[[], object]) -> list[float]:
-    """Median processor time of each task; the tasks take turns, after one untimed turn."""
+    """Return the median processor time of each task; tasks take turns, after one untimed turn."""
     seconds: list[list[float]] = [[] for _ in tasks]
     for repeat in range(_REPEATS + 1):
         for task, times in zip(tasks, seconds, strict=True):

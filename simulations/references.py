@@ -1,7 +1,8 @@
-"""Sixty settings of the Poisson-subsampled Gaussian that span what is trained in practice.
+"""Sixty settings of the Poisson-subsampled Gaussian that span those used in practice.
 
-Sampling probabilities from 1e-5 to 1, noise multipliers from 0.3 to 30, 1 to 1,000,000 rounds and
-δ from 1e-5 to 1e-10. Every pair (q, z) occurs twice; rounds and δ run through their values beside.
+Sampling probabilities are from 1e-5 to 1, noise multipliers from 0.3 to 30, rounds from 1 to
+1,000,000 and δ from 1e-5 to 1e-10. Every pair (q, z) occurs twice; rounds and δ cycle through their
+values.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ _DELTAS = (1e-5, 1e-6, 1e-8, 1e-10)
 
 @dataclass(frozen=True)
 class Reference:
-    """Equal rounds, and the δ at which ε is asked for."""
+    """Equal rounds, and the δ of ε."""
 
     q: float  # sampling probability
     z: float  # noise multiplier

@@ -1,24 +1,23 @@
-"""How cost and memory grow: with users, data, cohorts, rounds, and arms of a study.
+"""Growth of cost and memory with users, data, cohorts, rounds, and arms of a study.
 
     python -m simulations.scale PART... --json simulations/results/scale.json
 
-Each part is written when it ends, in place of its last figures. The parts:
+Each part is written when it ends, and replaces its earlier figures. The parts:
 
-* users: rounds of 1,000 users of 10 million, beside rounds of 1,000 users of 10,000; both lie in
-  memory-mapped stores, and their rounds, whole ones with ledger, participation record and noise,
-  alternate. Then a cohort whose data are several times the memory taken trains in one round.
+* users: rounds of 1,000 users of 10 million, and rounds of 1,000 users of 10,000. Both populations
+  are in memory-mapped stores. Their rounds, with ledger, participation record and noise, alternate.
+  Then a cohort whose data are several times the used memory trains in one round.
 * data: rounds of 1,000 users of a memory-mapped store of 20 GB, and of a small one.
 * cohorts: rounds of 1,000, 10,000 and 100,000 of a million users.
 * rounds, adaptive-rounds: 200 rounds of 20 users after round 1,000, 10,000 and 99,000 of a run of
-  100,000, with fixed and with adaptive clipping norms; the rounds before have cohorts, charges and
-  metrics as all others, but trained nobody. Durable writes take no time if `--folder` is in memory,
-  as `/dev/shm` is.
+  100,000, with fixed and with adaptive clipping norms. The rounds before have cohorts, charges and
+  metrics like all others, but nobody trained in them. Durable writes take no time if `--folder` is
+  in memory, such as `/dev/shm`.
 * arms: studies of 10 and 100 arms, and their reports.
 
-Every measurement but those of users has a process of its own, and users train in forks of it, as
-those of `fedpriv simulate` do. Its seconds are those of processors, where nothing else is said, and
-its peaks of memory the kernel's `VmHWM`, added up over processes, so that what these share counts
-several times.
+Every measurement except those of users runs in its own process, and users train in forks of it, as
+in `fedpriv simulate`. Seconds are processor time unless stated otherwise. Peaks of memory are the
+kernel's `VmHWM`, added up over processes, so shared memory counts several times.
 """
 
 import argparse
@@ -77,25 +76,25 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _PART = 4_000_000  # numbers of x that are made at once
-_FEW = (4, (16,))  # examples of a user and shape of one, where users are many
-_MANY = (50, (784,))  # where data are large
+_FEW = (4, (16,))  # examples of a user and shape of one, for many users
+_MANY = (50, (784,))  # the same, for large data
 _MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What is measured of users."""
+    """Settings of the part "users"."""
 
     users: int  # of the large population
     fewer: int  # of the small one
     cohort: int  # expected, of both
-    rounds: int  # of both, after one that pays for what is done once
+    rounds: int  # of both, after one with all one-time costs
     streamed: int  # users of the large cohort, all of its population
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured of users."""
+    """Measurements of the part "users"."""
 
     seconds: list[float]  # of rounds of the large population
     seconds_of_fewer: list[float]  # of rounds of the small one
@@ -109,9 +108,9 @@ class Found:
 
 
 def mebibytes() -> float:
-    """Memory of this process and those that train for it, by Linux's count.
+    """Return the memory of this process and its training processes, as counted by Linux.
 
-    What processes share counts once, and pages of mapped files count.
+    Shared memory counts once, and pages of mapped files count.
     """
     kibibytes = 0
     for process in (os.getpid(), *(child.pid for child in multiprocessing.active_children())):
@@ -121,7 +120,7 @@ def mebibytes() -> float:
 
 
 def saved(folder: Path, users: int, examples: int, shape: tuple[int, ...]) -> UserStore:
-    """A memory-mapped population, made part by part."""
+    """Write a population part by part, and return it memory-mapped."""
     at_once = max(1, _PART // (examples * math.prod(shape)))
 
     def parts() -> Iterator[UserStore]:
@@ -137,7 +136,7 @@ def saved(folder: Path, users: int, examples: int, shape: tuple[int, ...]) -> Us
 def rounds_of(
     folder: Path, transport: InProcessTransport, cohort: int, local: LocalTraining
 ) -> Iterator[Iterator[float]]:
-    """Seconds of one whole round after another."""
+    """Yield an iterator that runs one whole round after another and yields its seconds."""
     users, task = transport.users.population, transport.task
     layout = Layout.of(task.parameters())
     plan = TrainingPlan(
@@ -182,11 +181,11 @@ def measure(scale: Scale, folder: Path) -> Found:
             return stack.enter_context(rounds_of(folder / f"{name}-run", transport, cohort, local))
 
         stores = [saved(folder / str(n), n, *_FEW) for n in (scale.users, scale.fewer)]
-        many, few = (
+        seconds_of_all, few = (
             begun(f"{store.population}", store, small, scale.cohort, few_steps) for store in stores
         )
-        triples = [(next(many), next(few), mebibytes()) for _ in range(scale.rounds + 1)]
-        seconds, seconds_of_fewer, taken = zip(*triples[1:], strict=True)
+        triples = [(next(seconds_of_all), next(few), mebibytes()) for _ in range(scale.rounds + 1)]
+        seconds, seconds_of_fewer, memory = zip(*triples[1:], strict=True)
         large_store = saved(folder / "streamed", scale.streamed, *_MANY)
         streamed = begun("streamed", large_store, large, scale.streamed, one_pass)
         streamed_seconds = next(streamed)
@@ -196,9 +195,9 @@ def measure(scale: Scale, folder: Path) -> Found:
         seconds=list(seconds),
         seconds_of_fewer=list(seconds_of_fewer),
         sampling_seconds=_sampling_seconds(scale),
-        peak_mebibytes=max(taken),
+        peak_mebibytes=max(memory),
         streamed_mebibytes=size / _MEBIBYTE,
-        streamed_peak_mebibytes=max(*taken, taken_by_stream),
+        streamed_peak_mebibytes=max(*memory, taken_by_stream),
         streamed_seconds=streamed_seconds,
     )
 
@@ -214,7 +213,7 @@ def _sampling_seconds(scale: Scale) -> float:
 
 
 def summary(found: Found) -> dict[str, float]:
-    """What was measured, in a few numbers."""
+    """Return a summary in a few numbers."""
     many, few = map(statistics.median, (found.seconds, found.seconds_of_fewer))
     return {
         "seconds of a round of the large population": many,
@@ -241,12 +240,12 @@ class Rounds:
 
     @property
     def users_per_cpu_second(self) -> float:
-        """Expected users of all rounds over their time of all processors together."""
+        """Expected users of all rounds divided by their total processor time."""
         return self.cohort * len(self.cpu_seconds) / sum(self.cpu_seconds)
 
 
 def cpu_seconds() -> float:
-    """Seconds of processors that this process took, and its children that still run."""
+    """Return the processor time of this process and its running children, in seconds."""
     ticks = 0
     for child in multiprocessing.active_children():
         stat = Path(f"/proc/{child.pid}/stat").read_text(encoding="utf-8")
@@ -255,7 +254,7 @@ def cpu_seconds() -> float:
 
 
 def peak_mebibytes() -> float:
-    """Most memory that this process ever took, plus that of each of its children that still run."""
+    """Return the peak memory of this process, plus that of each of its running children."""
     kibibytes = 0
     for process in ("self", *(child.pid for child in multiprocessing.active_children())):
         lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
@@ -264,14 +263,14 @@ def peak_mebibytes() -> float:
 
 
 def apart(measured: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function in a process of its own."""
+    """Call a function in a new process."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context) as pool:
         return pool.submit(measured, *args, **kwargs).result()
 
 
 def rounds_on(store: Path, cohort: int, rounds: int, *, large: bool) -> Rounds:
-    """Run rounds on a saved store: of an MLP if its examples are `large`, else of a small one."""
+    """Run rounds on a saved store, of an MLP if its examples are `large`, else of a smaller MLP."""
     users, device = UserStore.load(store), torch.device("cpu")
     task = Task(mlp() if large else mlp(16, 32), cross_entropy)
     local = LocalTraining(learning_rate=0.1, batch_size=10, epochs=1)
@@ -279,19 +278,19 @@ def rounds_on(store: Path, cohort: int, rounds: int, *, large: bool) -> Rounds:
     transport = InProcessTransport(task, users, device, memory, timed=True, cohort=cohort)
     with tempfile.TemporaryDirectory(dir=store.parent) as folder:
         with rounds_of(Path(folder) / "run", transport, cohort, local) as seconds:
-            taken, spent = [next(seconds)], [cpu_seconds()]
+            wall_times, spent = [next(seconds)], [cpu_seconds()]
             for _ in range(rounds):
-                taken.append(next(seconds))
+                wall_times.append(next(seconds))
                 spent.append(cpu_seconds())
         peak = peak_mebibytes()
         transport.release_resources()
     size = sum(file.stat().st_size for file in store.glob("field-*")) / _MEBIBYTE
     cpu = [b - a for a, b in itertools.pairwise(spent)]
-    return Rounds(users.population, cohort, size, taken[1:], cpu, peak)
+    return Rounds(users.population, cohort, size, wall_times[1:], cpu, peak)
 
 
 def of_data(folder: Path, users: int, fewer: int, cohort: int, rounds: int) -> list[Rounds]:
-    """Run rounds of a small population, and as many of one with much data."""
+    """Run rounds of a small population, and the same number of one with much data."""
     stores = {folder / "small": fewer, folder / "large": users}
     for store, count in stores.items():
         apart(_save, store, count, *_MANY)
@@ -299,7 +298,7 @@ def of_data(folder: Path, users: int, fewer: int, cohort: int, rounds: int) -> l
 
 
 def of_cohorts(folder: Path, users: int, rounds: Mapping[int, int]) -> list[Rounds]:
-    """Run so many rounds of cohorts of each size, of one population."""
+    """Run `rounds[size]` rounds with cohorts of each size, of one population."""
     store = folder / "users"
     apart(_save, store, users, *_FEW)
     return [apart(rounds_on, store, size, n, large=False) for size, n in rounds.items()]
@@ -312,10 +311,10 @@ def _save(folder: Path, users: int, examples: int, shape: tuple[int, ...]) -> No
 
 @dataclass(frozen=True)
 class AtRound:
-    """A run that was resumed late, and its ledger and report then."""
+    """A run that was resumed late, with its ledger and report."""
 
     round: int  # after which it was resumed
-    epsilon: float  # when it was cut short again
+    epsilon: float  # when it was stopped again
     resume_seconds: float  # from the call to the end of one more round
     cpu_milliseconds: float  # of each of the next rounds
     wall_milliseconds: float  # likewise
@@ -331,28 +330,28 @@ class AtRound:
 
 
 def long_run(
-    folder: Path, planned: int, late: Sequence[int], rounds: int, *, adaptive: bool
+    folder: Path, planned: int, positions: Sequence[int], rounds: int, *, adaptive: bool
 ) -> list[AtRound]:
-    """Begin a run, bring it to each of some `late` rounds, and resume it there for more rounds."""
+    """Begin a run, bring it to each of some late rounds, and resume it there for more rounds."""
     run = folder / "run"
     apart(resumed, run, planned, 2, adaptive=adaptive)
-    found = []
-    for number in late:
+    measurements = []
+    for number in positions:
         fill(run, number, adaptive=adaptive)
         went_on = apart(resumed, run, planned, rounds, adaptive=adaptive)
         files = ("ledger.sqlite", "ledger.participation.sqlite", "metrics.jsonl")
         sizes = ((run / file).stat().st_size / _MEBIBYTE for file in files)
         figures = (*went_on, *ledger_seconds(run / files[0]), *sizes, *apart(reported_in, run))
-        found.append(AtRound(number, *figures))
-    return found
+        measurements.append(AtRound(number, *figures))
+    return measurements
 
 
 def resumed(
     out: Path, planned: int, rounds: int, *, adaptive: bool
 ) -> tuple[float, float, float, float, float]:
-    """Begin or resume a run of 20 of 200 users, and cut it short after some more rounds.
+    """Begin or resume a run with 20 of 200 users per round, and stop it after `rounds` rounds.
 
-    Returns ε, seconds to the end of the first round, milliseconds of processors and of wall time of
+    Returns ε, seconds to the end of the first round, milliseconds of processor and of wall time of
     each of the others, and the peak of memory.
     """
     marks = []
@@ -385,31 +384,31 @@ def resumed(
             quiet=True,
         )
     (_, first, first_cpu), (epsilon, last, last_cpu) = marks[0], marks[-1]
-    each = 1000.0 / (rounds - 1)
-    cpu, wall = each * (last_cpu - first_cpu), each * (last - first)
+    step = 1000.0 / (rounds - 1)
+    cpu, wall = step * (last_cpu - first_cpu), step * (last - first)
     return epsilon, first_cpu - began, cpu, wall, peak_mebibytes()
 
 
 def fill(out: Path, until: int, *, adaptive: bool) -> None:
     """Bring a run to a round, with cohorts, charges, metrics and a checkpoint, but no training.
 
-    With `adaptive` norms, they differ in each round. Writes are durable at the end alone.
+    `adaptive` clipping norms differ in each round. Writes are durable only at the end.
     """
     folder, rng = RunFolder(out), np.random.default_rng(0)
     checkpoint = load_checkpoint(checkpoints(folder.checkpoints)[-1])
     last = folder.results()[-1]
-    # As if all users counted; a count that is repeated would not average out and end the run.
+    # As if all users counted: a repeated noisy count would not average out, and could end the run.
     metrics = {**last.metrics, CONTRIBUTORS_METRIC: last.expected_cohort_size}
     with (
         Ledger.open(folder.ledger) as ledger,
         ParticipationRecord.open(record_path(folder.ledger)) as record,
-        ExitStack() as together,
+        ExitStack() as processes,
     ):
         (*_, row) = ledger.charges()
         for database in (ledger.database, record.database):
-            together.enter_context(database.transaction())
-            together.enter_context(patch.object(database, "transaction", nullcontext))
-        lines = together.enter_context(folder.metrics.open("ab"))
+            processes.enter_context(database.transaction())
+            processes.enter_context(patch.object(database, "transaction", nullcontext))
+        lines = processes.enter_context(folder.metrics.open("ab"))
         for number in range(last.round + 1, until + 1):
             scale = rng.uniform(0.5, 1.0) if adaptive else 1.0
             queries = tuple(
@@ -432,7 +431,7 @@ def fill(out: Path, until: int, *, adaptive: bool) -> None:
 
 
 def ledger_seconds(path: Path) -> tuple[float, float]:
-    """Return the seconds that opening and pricing a ledger takes, and those of verifying it."""
+    """Return the seconds to open and price a ledger, and the seconds to verify it."""
     began = time.process_time()
     with Ledger.open(path) as ledger:
         ledger.epsilon(PrivacyBudget(100.0, 1e-3, ACCOUNTANTS["tight"].upper_epsilon))
@@ -499,23 +498,26 @@ privacy = {{ sampling_probability = 0.1 }}
 
 def _of_users(folder: Path) -> dict[str, object]:
     scale = Scale(users=10_000_000, fewer=10_000, cohort=1_000, rounds=21, streamed=20_000)
-    found = measure(scale, folder)
-    return {"scale": asdict(scale), "summary": summary(found), **asdict(found)}
+    result = measure(scale, folder)
+    return {"scale": asdict(scale), "summary": summary(result), **asdict(result)}
 
 
 def _found(rounds: Sequence[Rounds]) -> dict[str, object]:
     rows = []
-    for each in rounds:
-        row = asdict(each) | {"seconds": statistics.median(each.seconds)}
-        row["cpu_seconds"] = statistics.fmean(each.cpu_seconds)
-        row["rounds"], row["users_per_cpu_second"] = len(each.seconds), each.users_per_cpu_second
+    for entry in rounds:
+        row = asdict(entry) | {"seconds": statistics.median(entry.seconds)}
+        row["cpu_seconds"] = statistics.fmean(entry.cpu_seconds)
+        row["rounds"], row["users_per_cpu_second"] = (
+            len(entry.seconds),
+            entry.users_per_cpu_second,
+        )
         rows.append(row)
     return {"rounds": rows}
 
 
-def _late(folder: Path, late: Sequence[int], *, adaptive: bool) -> dict[str, object]:
-    run = long_run(folder, 100_000, late, 200, adaptive=adaptive)
-    return {"at": [asdict(each) for each in run]}
+def _late(folder: Path, positions: Sequence[int], *, adaptive: bool) -> dict[str, object]:
+    run = long_run(folder, 100_000, positions, 200, adaptive=adaptive)
+    return {"at": [asdict(entry) for entry in run]}
 
 
 PARTS: Mapping[str, Callable[[Path], Mapping[str, object]]] = {
@@ -533,28 +535,28 @@ PARTS: Mapping[str, Callable[[Path], Mapping[str, object]]] = {
 
 
 def main() -> None:
-    """Measure parts, print them and, if asked, keep each."""
-    parser = argparse.ArgumentParser(description="how cost and memory grow")
+    """Measure parts, print them and, if requested, write each."""
+    parser = argparse.ArgumentParser(description="growth of cost and memory")
     parser.add_argument("parts", nargs="+", choices=PARTS)
-    parser.add_argument("--folder", type=Path, help="where data lie until their part ends")
-    parser.add_argument("--json", type=Path, help="where to keep the figures")
-    given = parser.parse_args()
-    for part in given.parts:
-        folder = given.folder / part if given.folder else Path(tempfile.mkdtemp())
+    parser.add_argument("--folder", type=Path, help="folder for data until their part ends")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    options = parser.parse_args()
+    for part in options.parts:
+        folder = options.folder / part if options.folder else Path(tempfile.mkdtemp())
         folder.mkdir(parents=True, exist_ok=True)
-        found = PARTS[part](folder)
+        part_results = PARTS[part](folder)
         shutil.rmtree(folder)
-        print(part, json.dumps(found, indent=1))
-        if given.json:
-            keep(given.json, part, found)
+        print(part, json.dumps(part_results, indent=1))
+        if options.json:
+            keep(options.json, part, part_results)
 
 
-def keep(file: Path, part: str, found: Mapping[str, object]) -> None:
-    """Put the figures of a part into a file, in place of its last ones."""
-    made = made_by("scale", ["fedpriv", "torch", "numpy"], threads=torch.get_num_threads())
-    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    kept[part] = {**made, **found}
-    file.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+def keep(file: Path, part: str, part_results: Mapping[str, object]) -> None:
+    """Write the figures of a part into a file, in place of its earlier ones."""
+    machine = made_by("scale", ["fedpriv", "torch", "numpy"], threads=torch.get_num_threads())
+    content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    content[part] = {**machine, **part_results}
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """A server and the processes of its nodes, on loopback over TLS, with both kinds of trust.
 
-All of it is the code of `fedpriv serve` and `fedpriv join`, but for training: each node has one
-user, who is drawn in every round, and whose contribution is the same in all. Processes are forked,
-so that they share the memory of what is imported.
+All of it is the code of `fedpriv serve` and `fedpriv join`, except training: each node has one
+user, who is drawn in every round and always contributes the same. Processes are forked, so that
+they share the memory of imported modules.
 """
 
 import asyncio
@@ -64,21 +64,21 @@ _ROUNDS, _ROUNDS_OF_MANY = 11, 3  # of each kind; the first pays for connections
 _SECONDS, _REST_SECONDS = 600.0, 1.0
 _LOCAL = LocalTraining(0.1, steps=1, max_examples=1)
 _TASK = TaskDescription("softmax", {}, 0, "cross-entropy")
-_RECEIVED = 128  # where TCP_INFO of Linux has tcpi_bytes_received
+_RECEIVED = 128  # offset of tcpi_bytes_received in TCP_INFO of Linux
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a round took."""
+    """The cost of a round."""
 
     seconds: float  # from the proposal to the sum
     server: float  # seconds of the server's processor time
-    node: float  # the same of a node, on average
+    node: float  # seconds of a node's processor time, on average
     sent: float  # bytes that reached the server from a node, on average, with TLS
 
 
 def costs(secure: SecureSum, parameters: int) -> tuple[Cost, Cost]:
-    """The cost of a round whose server is trusted, and of one whose server need not be: medians."""
+    """Return median costs of a round with a trusted server, and of one with an untrusted server."""
     with tempfile.TemporaryDirectory() as folder:
         site = Site(Path(folder) / "certs", secure.nodes, parameters)
         site.issue()
@@ -88,12 +88,12 @@ def costs(secure: SecureSum, parameters: int) -> tuple[Cost, Cost]:
 
 @contextmanager
 def _nodes(site: Site) -> Iterator[tuple[list[BaseProcess], Callable[[int], None]]]:
-    """Processes of all nodes, and a function that tells them the server's port."""
+    """Run processes of all nodes; yield them and a function that sends them the server's port."""
     context, pipes, processes = multiprocessing.get_context("fork"), list[Connection](), []
     for number in range(site.nodes):
-        ours, theirs = context.Pipe()
-        pipes.append(ours)
-        processes.append(context.Process(target=_node, args=(theirs, site, number), daemon=True))
+        parent_end, child_end = context.Pipe()
+        pipes.append(parent_end)
+        processes.append(context.Process(target=_node, args=(child_end, site, number), daemon=True))
         processes[-1].start()
 
     def start(port: int) -> None:
@@ -110,7 +110,7 @@ def _nodes(site: Site) -> Iterator[tuple[list[BaseProcess], Callable[[int], None
 
 @dataclass
 class _Trainer:
-    """In place of a training process."""
+    """A stand-in for a training process."""
 
     site: Site
     number: int
@@ -121,7 +121,7 @@ class _Trainer:
         self.built = Built(layout, Layout((), ()))
 
     async def learn(self, _: Proposal) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     async def train(self, request: RoundRequest, _: float) -> PartialSum:
         total = self.site.contribution(self.number % self.site.kinds, request.clipping)
@@ -129,7 +129,7 @@ class _Trainer:
 
 
 def _node(pipe: Connection, site: Site, number: int) -> None:
-    """A node until it is stopped."""
+    """Run a node until it is stopped."""
     server, name = f"localhost:{pipe.recv()}", name_of(number)
     enrolled = enrolment_digest(Enrolment.load(site.enrolment).enrolled)
     consent, backoff = Consent(enrolment=enrolled), Backoff()
@@ -153,7 +153,7 @@ def _node(pipe: Connection, site: Site, number: int) -> None:
 def _rounds(
     site: Site, secure: SecureSum, processes: list[BaseProcess], start: Callable[[int], None]
 ) -> tuple[Cost, Cost]:
-    """Rounds of both kinds in turn, at a server in this process."""
+    """Run rounds of both kinds in turn, on a server in this process."""
     enrolment, everybody = Enrolment.load(site.enrolment), site.cohort(site.nodes)
     clipping = site.request(0, []).clipping
     trusted, untrusted = (_mechanism(site.nodes, clipping, trust) for trust in (None, secure))
@@ -194,9 +194,11 @@ def _rounds(
 
         count = _ROUNDS if site.nodes <= _MANY else _ROUNDS_OF_MANY
         turns = product(range(count), enumerate((trusting, trusting_nobody)))
-        found = [_cost(partial(work, 2 * turn + kind), processes) for turn, (kind, work) in turns]
+        round_costs = [
+            _cost(partial(work, 2 * turn + kind), processes) for turn, (kind, work) in turns
+        ]
         server.call(lambda: server.service.connections.end_all(End.RUN_OVER))
-    return _median(found[2::2]), _median(found[3::2])
+    return _median(round_costs[2::2]), _median(round_costs[3::2])
 
 
 def _mechanism(nodes: int, clipping: Clipping, secure: SecureSum | None) -> GaussianMechanism:
@@ -205,33 +207,35 @@ def _mechanism(nodes: int, clipping: Clipping, secure: SecureSum | None) -> Gaus
 
 
 def _cost(work: Callable[[], None], processes: list[BaseProcess]) -> Cost:
-    """What a round takes; it is over at the nodes a moment after it is at the server."""
+    """Return the cost of a round, which ends at the nodes a moment later than at the server."""
 
     def at_nodes() -> float:
         clocks = ((~process.pid << 3) | 2 for process in processes if process.pid)
         return sum(map(time.clock_gettime, clocks)) / len(processes)
 
-    before = at_nodes(), time.process_time(), _received(), time.perf_counter()
+    start = at_nodes(), time.process_time(), _received(), time.perf_counter()
     work()
-    seconds, server = time.perf_counter() - before[3], time.process_time() - before[1]
+    seconds, server = time.perf_counter() - start[3], time.process_time() - start[1]
     time.sleep(_REST_SECONDS)
-    node, sent = at_nodes() - before[0], (_received() - before[2]) / len(processes)
-    return Cost(seconds, server, node, sent)
+    node, sent_bytes = at_nodes() - start[0], (_received() - start[2]) / len(processes)
+    return Cost(seconds, server, node, sent_bytes)
 
 
 def _received() -> int:
-    """Bytes that have arrived in this process's connections over TCP."""
+    """Return the bytes that have arrived over this process's TCP connections."""
     total = 0
     for file in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             if not str(file.readlink()).startswith("socket:"):
                 continue
-            with socket.socket(fileno=os.dup(int(file.name))) as one:
-                if one.family in (socket.AF_INET, socket.AF_INET6):
-                    info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+            with socket.socket(fileno=os.dup(int(file.name))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
                     total += struct.unpack_from("Q", info, _RECEIVED)[0]
     return total
 
 
-def _median(found: list[Cost]) -> Cost:
-    return Cost(*(statistics.median(numbers) for numbers in zip(*map(astuple, found), strict=True)))
+def _median(round_costs: list[Cost]) -> Cost:
+    return Cost(
+        *(statistics.median(numbers) for numbers in zip(*map(astuple, round_costs), strict=True))
+    )

@@ -1,15 +1,15 @@
-"""What does it cost that the server need not be trusted? Accuracy, processor time and bytes.
+"""The cost of secure sums, in accuracy, processor time and bytes.
 
     python -m simulations.secure_sums simulations/results/secure_sums.json
 
-`federation` are rounds of real processes on loopback, see `secure_load`: of a node the processor
-time and the bytes that it sends, of the server the processor time beyond that of a round whose
-server is trusted, and the time of both rounds. All nodes take part, and none trains.
+`federation` measures rounds of real processes on loopback (see `secure_load`): for a node, the
+processor time and the bytes that it sends; for the server, the processor time beyond a round whose
+server is trusted; and the time of both rounds. All nodes take part, and none trains.
 
-`training` is softmax regression on DIGITS, as `fedpriv simulate digits` has it, 287 users at 10 or
+`training` is softmax regression on DIGITS as in `fedpriv simulate digits`, with 287 users at 10 or
 100 nodes: mean accuracy on held-out rows and its standard deviation over five seeds, for a trusted
 server and for secure sums that t nodes and the server may attack. Cohorts, clipping, noise and grid
-are those of the library; masks, which cancel to the bit, are left out, and no node drops out, so
+are those of the library. Masks, which cancel to the bit, are left out, and no node drops out, so
 that all add noise. The file names the processor; two figures are written next to it.
 """
 
@@ -60,7 +60,7 @@ class Digits:
     @classmethod
     @cache
     def load(cls) -> "Digits":
-        """DIGITS, dealt to its users."""
+        """Load DIGITS, divided among its users."""
         population = load_population("digits", {"users": USERS})
         users, test = population.users, population.test
         owners = np.repeat(np.arange(USERS), np.diff(users.offsets))
@@ -69,7 +69,7 @@ class Digits:
         return cls(_with_ones(users.fields["x"]), unit, owners, *of_test)
 
     def updates(self, model: Matrix, cohort: npt.NDArray[np.int64]) -> Matrix:
-        """One local step of each user of a cohort on all its rows: [C, 650]."""
+        """Return one local step of each user of a cohort on all its rows: [C, 650]."""
         rows = np.isin(self.user, cohort)
         x, y, place = self.x[rows], self.y[rows], np.searchsorted(cohort, self.user[rows])
         errors = _softmax(x @ model) - y
@@ -80,7 +80,7 @@ class Digits:
         return updates
 
     def accuracy(self, model: Matrix) -> float:
-        """In percent, on held-out rows."""
+        """Return the accuracy on held-out rows, in percent."""
         return 100.0 * float(np.mean(np.argmax(self.test_x @ model, axis=1) == self.test_y))
 
 
@@ -95,7 +95,7 @@ def _softmax(scores: Matrix) -> Matrix:
 
 
 def accuracy(epsilon: float, secure: SecureSum | None, seed: int) -> float:
-    """Accuracy after one run; without a secure sum the server is trusted."""
+    """Return the accuracy after one run; without a secure sum the server is trusted."""
     z = calibrate_noise_multiplier(epsilon, DELTA, ROUNDS, Q)
     sampling, digits, model = PoissonSampling(USERS, Q), Digits.load(), np.zeros((65, 10))
     mechanism = GaussianMechanism.calibrated(sampling, CLIPPING, z, (1.0,), secure_sum=secure)
@@ -114,65 +114,67 @@ def released(
     cohort: npt.NDArray[np.int64],
     entropy: SeededEntropy,
 ) -> Matrix:
-    """The average of one round: with a secure sum, of what nodes round and send."""
+    """Return the average of one round; with a secure sum, of the rounded sums of nodes."""
     if (secure := mechanism.secure_sum) is None:
         total = contributions.sum(axis=0)
         return mechanism.query.noised_average(total, entropy, "noise")[0]
     n, grid = secure.nodes, Grid.of(mechanism.event, secure.nodes)
     stddevs, host = share_stddevs(mechanism.event, n), cohort * n // USERS
-    sent = np.zeros(LAYOUT.dimension, grid.dtype)
+    rounded = np.zeros(LAYOUT.dimension, grid.dtype)
     for node in range(n):
         key = entropy.key(f"node {node}")  # of the only group
         noise = rounded_noise({"update": key}.__getitem__, CLIPPING, stddevs)
-        sent += grid.rounded(contributions[host == node].sum(axis=0) + noise, CLIPPING)
-    return mechanism.query.averaged(grid.steps(sent, CLIPPING))
+        rounded += grid.rounded(contributions[host == node].sum(axis=0) + noise, CLIPPING)
+    return mechanism.query.averaged(grid.steps(rounded, CLIPPING))
 
 
 def training() -> list[dict[str, object]]:
-    """Rows of accuracies."""
+    """Return the rows of accuracies."""
     settings: list[tuple[int, str, SecureSum | None]] = [(0, "trusted server", None)]
     for (nodes, d), (name, share) in product(DROPOUTS.items(), SHARES.items()):
         settings.append((nodes, name, SecureSum(nodes, int(nodes * share), d)))
     rows: list[dict[str, object]] = []
     for (nodes, name, secure), epsilon in product(settings, EPSILONS):
         values = [accuracy(epsilon, secure, seed) for seed in range(SEEDS)]
-        mean, spread = statistics.fmean(values), statistics.stdev(values)
+        mean, deviation = statistics.fmean(values), statistics.stdev(values)
         about = {"nodes": nodes, "trust": name, "epsilon": epsilon}
-        rows.append(about | {"accuracy": round(mean, 2), "stddev": round(spread, 2)})
+        rows.append(about | {"accuracy": round(mean, 2), "stddev": round(deviation, 2)})
     return rows
 
 
 def federation(nodes: int, colluding: int, dropouts: int, dimension: int) -> dict[str, object]:
-    """What a round costs."""
-    plain, masked = costs(SecureSum(nodes, colluding, dropouts), dimension)
+    """Return the cost of a round."""
+    trusted, masked = costs(SecureSum(nodes, colluding, dropouts), dimension)
     return {
         "n": nodes,
         "t": colluding,
         "d": dropouts,
         "dimension": dimension,
         "node_seconds": round(masked.node, 3),
-        "node_seconds_trusting": round(plain.node, 3),
-        "server_seconds_beyond": round(masked.server - plain.server, 3),
+        "node_seconds_trusting": round(trusted.node, 3),
+        "server_seconds_beyond": round(masked.server - trusted.server, 3),
         "node_megabytes": round(masked.sent / 1e6, 3),
         "seconds": round(masked.seconds, 2),
-        "seconds_trusting": round(plain.seconds, 2),
+        "seconds_trusting": round(trusted.seconds, 2),
     }
 
 
 def processor() -> str:
-    """The name of the processor, where Linux tells it."""
+    """Return the name of the processor; without Linux, of its architecture."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
 
 
 def chart(rows: list[dict[str, object]], nodes: int) -> Chart:
-    """Accuracy by ε."""
+    """Return a chart of accuracy against ε."""
     series = []
     for name in ("trusted server", *SHARES):
-        own = [row for row in rows if row["trust"] == name and row["nodes"] in (0, nodes)]
-        mean, spread = ([float(str(row[key])) for row in own] for key in ("accuracy", "stddev"))
-        ends = zip(mean, spread, strict=True)
+        own_rows = [row for row in rows if row["trust"] == name and row["nodes"] in (0, nodes)]
+        mean, deviation = (
+            [float(str(row[key])) for row in own_rows] for key in ("accuracy", "stddev")
+        )
+        ends = zip(mean, deviation, strict=True)
         low, high = zip(*((m - s, m + s) for m, s in ends), strict=True)
         series.append(Series(name, EPSILONS, mean, low, high))
     caption = (
@@ -186,7 +188,7 @@ def chart(rows: list[dict[str, object]], nodes: int) -> Chart:
 
 
 def main() -> None:
-    """Run all, and write the file and the figures."""
+    """Run everything, and write the file and the figures."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("file", type=Path)
     path = parser.parse_args().file

@@ -2,7 +2,7 @@
 
     python -m simulations.seeds FILE --seeds 5 --out RESULTS.json --figure FIGURE.png
 
-Every run is a run of `fedpriv simulate` with a seed, in a folder that is thrown away.
+Every run is a run of `fedpriv simulate` with a seed, in a temporary folder.
 """
 
 import argparse
@@ -22,7 +22,7 @@ ROUNDS = Axis("rounds released", "count")
 
 
 def run_seed(file: Path, seed: int, assignments: list[str]) -> list[Row]:
-    """Rows of the metrics of one seeded run."""
+    """Return the metrics of one seeded run, a row per round."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         run_simulation(file, [*assignments, f"seed={seed}"], out, resume=False)
@@ -30,9 +30,9 @@ def run_seed(file: Path, seed: int, assignments: list[str]) -> list[Row]:
 
 
 def summary(runs: list[list[Row]]) -> dict[str, object]:
-    """What the README quotes: final accuracies, their mean and spread, and the ε of each run.
+    """Return the README's figures: final accuracies, their mean and spread, and each run's ε.
 
-    Where nothing is classified, the losses on held-out rows instead.
+    Without classes, these are losses on held-out rows.
     """
     last = [rows[-1] for rows in runs]
     measure = "loss" if last[0]["accuracy"] is None else "accuracy"
@@ -52,10 +52,10 @@ def summary(runs: list[list[Row]]) -> dict[str, object]:
 
 
 def charts(runs: list[list[Row]], title: str) -> tuple[Chart, Chart]:
-    """Accuracy by round, each seed and their mean, and ε by round."""
-    measured = [[row for row in rows if row["accuracy"] is not None] for rows in runs]
-    rounds = [int(str(row["round"])) for row in measured[0]]
-    accuracy = np.array([[float(str(r["accuracy"])) for r in rows] for rows in measured]) * 100
+    """Return charts of accuracy by round, with the range of seeds, and of ε by round."""
+    evaluated = [[row for row in rows if row["accuracy"] is not None] for rows in runs]
+    rounds = [int(str(row["round"])) for row in evaluated[0]]
+    accuracy = np.array([[float(str(r["accuracy"])) for r in rows] for rows in evaluated]) * 100
     mean = Series(
         f"mean of {len(runs)} seeds, between the least and the largest",
         rounds,
@@ -87,7 +87,7 @@ def charts(runs: list[list[Row]], title: str) -> tuple[Chart, Chart]:
 
 
 def main() -> None:
-    """Run the seeds and write what was asked for."""
+    """Run the seeds and write the requested files."""
     parser = argparse.ArgumentParser(description="one experiment under several seeds")
     parser.add_argument("file", type=Path)
     parser.add_argument("--seeds", type=int, default=5)

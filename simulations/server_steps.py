@@ -1,9 +1,9 @@
-"""Which server step reaches the most at the same exact ε? Papers' steps against today's defaults.
+"""Server steps from papers, compared with today's defaults at the same exact ε.
 
     FEDPRIV_DATA=FOLDER python -m simulations.server_steps simulations/results/server_steps.json
 
 Six tasks of `simulations.default_tasks`, all at ε = 2, 100 rounds, q = 0.3, the default norm and
-local training. Every step only sees releases, so all runs of a task have one price. Steps:
+local training. Every step only sees releases, so all runs of a task have the same price. Steps:
 
 * `fedadam`: today's default, m/(√v + τ) with v of each coordinate and the rate 0.03 (Reddi et al.
   2021), and the same with the rate that the other tasks choose;
@@ -22,10 +22,10 @@ local training. Every step only sees releases, so all runs of a task have one pr
   no privacy. Here users take one step on all of their rows, as in
 * `one step`: the default with such users.
 
-For each step three rates were tried under one seed. A task's rate is the one that is best in the
-mean over the five other tasks, so no task chooses its own, and it is run under five other seeds.
-Each run has the accuracy of its last model, of the mean of the last third and half of its models,
-and of exponential averages. Rows that the file has are not run again; all take an hour of one core.
+For each step three rates were tried under one seed. A task uses the rate that is best in the mean
+over the five other tasks, so no task chooses its own, and runs it under five other seeds. Each run
+has the accuracy of its last model, of the mean of the last third and half of its models, and of
+exponential averages. Rows in the file are not run again; all rows take an hour of one core.
 """
 
 import argparse
@@ -107,14 +107,14 @@ class Lamb(ServerOptimizer):
 
     def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
         """Take a step whose length in each tensor is the rate times the tensor's norm."""
-        m, v, after = _moments(self, average, state)
+        m, v, next_state = _moments(self, average, state)
         moved = {}
         for name, parameter in parameters.items():
             step = m[name] / (np.sqrt(v[name]) + 1e-6)
             length = max(float(np.linalg.norm(parameter)), _LEAST_NORM)
             factor = self.learning_rate * length / max(float(np.linalg.norm(step)), 1e-12)
             moved[name] = (parameter + factor * step).astype(np.float32)
-        return moved, after
+        return moved, next_state
 
 
 @dataclass(frozen=True)
@@ -134,18 +134,18 @@ class LessNoise(ServerOptimizer):
 
     def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
         """Take a step."""
-        m, v, after = _moments(self, average, state)
+        m, v, next_state = _moments(self, average, state)
         moved = {}
         for name, parameter in parameters.items():
             square = np.full(parameter.shape, v[name].mean()) if self.block else v[name]
             root = np.sqrt(np.maximum(square - self.noise**2, (self.least * self.noise) ** 2))
             moved[name] = (parameter + self.learning_rate * m[name] / root).astype(np.float32)
-        return moved, after
+        return moved, next_state
 
 
 @dataclass(frozen=True)
 class Filtered(FedAdam):
-    """FedAdam along an exponential average of releases; users train from where it would go next."""
+    """FedAdam along an exponential average of releases; users train from an extrapolated model."""
 
     kappa: float = field(default=0.7, kw_only=True)
 
@@ -157,27 +157,27 @@ class Filtered(FedAdam):
         return replace(usual, first={**usual.first, **zeros, **model})
 
     def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
-        """Return what users train from, x + γ·(x − last x), and the state with x."""
+        """Return the model for users, x + γ·(x − last x), and the state with x."""
         kappa, first = self.kappa, state.first
         smooth = {n: (1 - kappa) * first[_AVERAGE + n] + kappa * average[n] for n in parameters}
-        before = model_of(parameters, state)
+        previous = model_of(parameters, state)
         usual = replace(state, first={name: first[name] for name in parameters})
-        model, after = super().update(smooth, usual, before)
-        ahead = {n: x + (1 - kappa) / kappa * (x - before[n]) for n, x in model.items()}
-        kept = {_AVERAGE + n: g for n, g in smooth.items()} | {
+        model, next_state = super().update(smooth, usual, previous)
+        ahead = {n: x + (1 - kappa) / kappa * (x - previous[n]) for n, x in model.items()}
+        extra = {_AVERAGE + n: g for n, g in smooth.items()} | {
             _MODEL + n: x.astype(np.float64) for n, x in model.items()
         }
         start = {name: x.astype(np.float32) for name, x in ahead.items()}
-        return start, replace(after, first={**after.first, **kept})
+        return start, replace(next_state, first={**next_state.first, **extra})
 
 
 def model_of(parameters: Parameters, state: OptimizerState) -> Parameters:
-    """Return the model of a state, where users train from other parameters, as under `Filtered`."""
+    """Return the model of a state; under `Filtered`, users train from other parameters."""
     return {n: state.first.get(_MODEL + n, p).astype(np.float32) for n, p in parameters.items()}
 
 
 def scales_of(state: OptimizerState) -> dict[str, Array]:
-    """1/(√v + τ) of each coordinate, all divided by their root mean square."""
+    """Return 1/(√v + τ) of each coordinate, all divided by their root mean square."""
     raw = {name: 1.0 / (np.sqrt(v) + _TAU) for name, v in state.second.items()}
     size = math.sqrt(np.mean(np.concatenate([s.ravel() for s in raw.values()]) ** 2))
     return {name: s / size for name, s in raw.items()}
@@ -185,7 +185,7 @@ def scales_of(state: OptimizerState) -> dict[str, Array]:
 
 @dataclass(frozen=True)
 class Scaled(FedAdam):
-    """FedAdam of averages of scaled updates: it divides them by their scales."""
+    """FedAdam that first divides averages of scaled updates by their scales."""
 
     def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
         """Take a step."""
@@ -195,12 +195,12 @@ class Scaled(FedAdam):
 
 @dataclass(frozen=True)
 class ScaledStep(LocalTraining):
-    """One step on all rows, along the gradient times the round's scales, found by their shape."""
+    """One step on all rows, along the gradient times the round's scales, by shape of the tensor."""
 
     scales: dict[tuple[int, ...], Tensor] = field(default_factory=dict, compare=False)
 
     def set(self, state: OptimizerState) -> None:
-        """Take the scales of the next round; no two tensors may have the same shape."""
+        """Set the scales of the next round; no two tensors may have the same shape."""
         scales = {s.shape: torch.from_numpy(s).float() for s in scales_of(state).values()}
         assert len(scales) == len(state.second)
         self.scales.update(scales)
@@ -220,11 +220,14 @@ def _moments(
 ) -> tuple[dict[str, Array], dict[str, Array], OptimizerState]:
     """Return m and v with bias correction, and the state after this round."""
     rounds = state.first["rounds"] + 1
-    one, two = optimizer.beta1, optimizer.beta2
-    m = {n: one * state.first[n] + (1 - one) * average[n] for n in average}
-    v = {n: two * state.second[n] + (1 - two) * average[n] ** 2 for n in average}
+    beta1, beta2 = optimizer.beta1, optimizer.beta2
+    m = {n: beta1 * state.first[n] + (1 - beta1) * average[n] for n in average}
+    v = {n: beta2 * state.second[n] + (1 - beta2) * average[n] ** 2 for n in average}
     number = float(rounds[0])
-    corrected = {n: m[n] / (1 - one**number) for n in m}, {n: v[n] / (1 - two**number) for n in v}
+    corrected = (
+        {n: m[n] / (1 - beta1**number) for n in m},
+        {n: v[n] / (1 - beta2**number) for n in v},
+    )
     return *corrected, OptimizerState(m | {"rounds": rounds}, v)
 
 
@@ -257,7 +260,7 @@ def experiment_of(task: str, seed: int) -> tuple[Experiment, Any]:
 
 
 def accuracies(task: str, step: str, rate: float, seed: int) -> dict[str, float]:
-    """Accuracy on held-out rows of the last model and of means of models, in percent."""
+    """Return the accuracy of the last model and of means of models on held-out rows, in percent."""
     experiment, transport = experiment_of(task, seed)
     stddevs, state = experiment.plan.mechanism.query.tensor_stddevs, experiment.initial_state
     noise = max(stddevs[name] for name in state.parameters)
@@ -271,10 +274,10 @@ def accuracies(task: str, step: str, rate: float, seed: int) -> dict[str, float]
     with tempfile.TemporaryDirectory() as folder:
         paths = Path(folder) / "ledger.sqlite", Path(folder) / "participation.sqlite"
         with PrivacyRecords.open(*paths, task, experiment.budget) as records:
-            for after, _ in train(plan, state, transport, records, experiment.entropy):
+            for next_state, _ in train(plan, state, transport, records, experiment.entropy):
                 if step == "scaled":
-                    scaled.set(after.optimizer)
-                trained = model_of(after.parameters, after.optimizer)
+                    scaled.set(next_state.optimizer)
+                trained = model_of(next_state.parameters, next_state.optimizer)
                 models.append({n: t.astype(np.float64) for n, t in trained.items()})
     kinds = {
         "last": models[-1],
@@ -300,16 +303,16 @@ def _mean(models: list[Mapping[str, Array]]) -> dict[str, Array]:
 
 
 class Results:
-    """The rows of a file: what each run reached."""
+    """The rows of a file, with the accuracies of each run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
 
     def reached(self, task: str, step: str, rate: float, seed: int) -> dict[str, float]:
-        """Return the accuracies of a run, which is made and written if it is missing."""
+        """Return the accuracies of a run; do the run and write them if they are missing."""
         if step == "one step" and task not in SEVERAL_STEPS:
-            step = "fedadam"  # which is the same there
+            step = "fedadam"  # the same step for this task
         key = {"task": task, "step": step, "rate": rate, "seed": seed}
         for row in self.rows:
             if row.items() >= key.items():
@@ -353,7 +356,7 @@ def table(results: Results) -> list[str]:
 
 
 def main() -> None:
-    """Run what the file lacks, and print the table."""
+    """Do the runs that the file lacks, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("file", type=Path)
     print(*table(Results(parser.parse_args().file)), sep="\n")

@@ -1,4 +1,4 @@
-"""A CNN for MNIST that is five times as fast as the tutorials', for studies of many runs."""
+"""A CNN for MNIST, five times as fast as that of the tutorials, for studies of many runs."""
 
 from torch import nn
 

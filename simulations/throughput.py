@@ -1,4 +1,4 @@
-"""Users trained per second: the engine beside a plain PyTorch loop, in one process.
+"""Users trained per second, by the engine and by a plain PyTorch loop, in one process.
 
 Each kind of work has batches of 10, one local epoch and flat clipping:
 
@@ -40,16 +40,16 @@ from fedpriv.training.request import LocalTraining, RoundRequest
 from simulations.transformer import CharacterTransformer
 
 REPEATS = 7
-TURN = 1.0  # seconds: a simulation is round after round, and the first after others is slower
+TURN = 1.0  # seconds; the first round after other work is slower than the rounds that follow
 LOCAL = LocalTraining(learning_rate=0.1, batch_size=10, epochs=1)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained: a model, and users of equal size with random examples of a shape.
+    """A model, and users of equal size with random examples of a shape.
 
-    Examples are numbers of one of ten classes or, with an `alphabet`, texts whose next character is
-    asked for at each place.
+    Examples are numbers of one of ten classes or, with an `alphabet`, texts in which the next
+    character is predicted at each position.
     """
 
     model: Callable[[], nn.Module]
@@ -80,7 +80,7 @@ WORKS = {
 
 
 def plain_round(model: nn.Module, users: UserStore, clipping_norm: float) -> None:
-    """The loop that one would write: a fresh copy of the model, SGD, clip, add."""
+    """Train users in the obvious loop: a fresh copy of the model, SGD, clip, add."""
     start = [p.detach().clone() for p in model.parameters()]
     total = [torch.zeros_like(p) for p in start]
     for user in range(users.population):
@@ -104,14 +104,14 @@ def plain_round(model: nn.Module, users: UserStore, clipping_norm: float) -> Non
 
 
 def engine_round(transport: InProcessTransport, request: RoundRequest) -> None:
-    """The same work by the engine."""
+    """Do the same work with the engine."""
     total = np.zeros(Layout.of(request.parameters).dimension, np.int64)
     for partial_sum in transport.collect(request):
         total += partial_sum.total
 
 
 def request_of(task: Task, users: UserStore) -> RoundRequest:
-    """A round with everyone."""
+    """Return the request of a round with all users."""
     parameters = task.parameters()
     layout = Layout.of(parameters)
     return RoundRequest(
@@ -127,7 +127,7 @@ def request_of(task: Task, users: UserStore) -> RoundRequest:
 
 
 def measure(rounds: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """Median seconds of each kind of round, run in alternation, and again and again in a turn."""
+    """Return median seconds of each kind of round; kinds take turns of several rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in rounds}
     for repeat in range(REPEATS + 2):
         for name, run in rounds.items():
@@ -146,7 +146,7 @@ def speeds_of(
     chunk_mebibytes: Sequence[int | None] = (None,),
     activations: Sequence[Activations] = ("float32",),
 ) -> dict[str, float]:
-    """Users per second of the plain loop, on the CPU, and of the engine."""
+    """Return users per second of the plain loop, on the CPU, and of the engine."""
     torch.manual_seed(0)
     users, task = work.population, Task(work.model())
     request = request_of(task, users)
@@ -165,28 +165,28 @@ def speeds_of(
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="users per second beside a plain PyTorch loop")
+    parser = argparse.ArgumentParser(description="users per second of the engine and of a loop")
     parser.add_argument("--work", choices=sorted(WORKS), nargs="+", default=list(WORKS))
     parser.add_argument("--users", type=int, help="instead of those above")
     parser.add_argument("--chunk-mebibytes", type=int, nargs="+", default=[None])
-    known = get_args(Activations)
-    parser.add_argument("--activations", nargs="+", choices=known, default=["float32"])
+    choices = get_args(Activations)
+    parser.add_argument("--activations", nargs="+", choices=choices, default=["float32"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     arguments = parser.parse_args()
     if arguments.users is not None and arguments.users < 1:
         parser.error(f"--users is {arguments.users}; it must be at least 1")
     device = device_named(arguments.device)
-    found = {}
+    speeds = {}
     for name in arguments.work:
-        given = device, arguments.chunk_mebibytes, arguments.activations
+        settings = device, arguments.chunk_mebibytes, arguments.activations
         work = WORKS[name]
-        found[name] = speeds_of(replace(work, users=arguments.users or work.users), *given)
-        plain, *_ = found[name].values()
-        for engine, speed in found[name].items():
-            print(f"{name:11} {engine:44} {speed:8.0f} users/s   {speed / plain:5.2f} ×")
+        speeds[name] = speeds_of(replace(work, users=arguments.users or work.users), *settings)
+        baseline, *_ = speeds[name].values()
+        for engine, speed in speeds[name].items():
+            print(f"{name:11} {engine:44} {speed:8.0f} users/s   {speed / baseline:5.2f} ×")
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+        arguments.json.write_text(json.dumps(speeds, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -46,9 +46,9 @@ class _Block(nn.Module):
         shape = (batch, length, 3, self.heads, width // self.heads)
         parts = self.attended(self.before_attention(hidden)).view(shape)
         query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
-        later = torch.ones(length, length, dtype=torch.bool, device=hidden.device).triu(1)
+        mask = torch.ones(length, length, dtype=torch.bool, device=hidden.device).triu(1)
         products = query @ key.transpose(2, 3) / math.sqrt(width // self.heads)
-        heads = products.masked_fill(later, -math.inf).softmax(3) @ value
+        heads = products.masked_fill(mask, -math.inf).softmax(3) @ value
         hidden = hidden + self.mixed(heads.transpose(1, 2).reshape(batch, length, width))
-        after: torch.Tensor = hidden + self.layers(self.before_layers(hidden))
-        return after
+        output: torch.Tensor = hidden + self.layers(self.before_layers(hidden))
+        return output

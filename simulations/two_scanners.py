@@ -1,8 +1,7 @@
 """Users of two kinds: some send digits of 8×8 pixels, others of 28×28, to one linear model.
 
-A row holds the 64 pixels of the one scanner and then the 784 of the other, zeros for the one that
-its user does not have. So a user moves the weights of its own scanner only, and the update of the
-others is zero.
+A row holds the 64 pixels of one scanner and then the 784 of the other, with zeros for the scanner
+that its user does not have. So a user changes only the weights of its own scanner.
 """
 
 from collections.abc import Mapping
@@ -20,10 +19,10 @@ _Fields = Mapping[str, NDArray[np.generic]]
 
 
 def people(small_users: int = 287, folder: str | None = None) -> Population:
-    """DIGITS among some users, and after them the writers of MNIST.
+    """Return users of DIGITS, followed by the writers of MNIST.
 
-    Pixels are scaled as is usual for each: DIGITS to [0, 1], MNIST to mean 0 and variance 1. As
-    many rows of the one are held out as of the other: all that DIGITS has, and MNIST's first.
+    Pixels are scaled as usual: DIGITS to [0, 1], MNIST to mean 0 and variance 1. Both have the same
+    number of held-out rows: all of DIGITS, and the first of MNIST.
     x is float32 [rows, 848] and y int64 [rows] in 0..9. MNIST's files are in the folder (None:
     FEDPRIV_DATA).
     """
@@ -40,7 +39,7 @@ def people(small_users: int = 287, folder: str | None = None) -> Population:
 
 
 def model() -> nn.Module:
-    """Softmax regression with a block of weights for each scanner, starting at zero."""
+    """Return softmax regression with a block of weights for each scanner, starting at zero."""
     return TwoScanners()
 
 
@@ -55,14 +54,14 @@ class TwoScanners(nn.Module):
             nn.init.zeros_(layer.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of what both blocks say; of one of them that is zero."""
+        """Return the sum of both blocks' scores, one of which is zero."""
         small, large = x[:, :_SMALL], x[:, _SMALL:]
         scores: torch.Tensor = self.small(small) + self.large(large)
         return scores
 
 
 def _joined(small: _Fields, large: _Fields) -> dict[str, NDArray[np.generic]]:
-    """Rows of the small scanner, then those of the large one, each with zeros for the other."""
+    """Return rows of the small, then of the large scanner, each with zeros for the other."""
     first, second = (np.reshape(f["x"], (len(f["y"]), -1)) for f in (small, large))
     x = np.zeros((len(first) + len(second), _SMALL + _LARGE), np.float32)
     x[: len(first), :_SMALL] = first

@@ -1,4 +1,4 @@
-"""Whole users, their examples, or examples alone: which unit and which sampling at equal ε.
+"""Comparison of units and sampling at equal ε: whole users, their examples, or examples alone.
 
     python -m simulations.units [--tasks mnist shakespeare] [--epsilon 2 8] [--seeds 2]
 
@@ -6,13 +6,12 @@ Three ways to train one model on one population (Charles et al. 2024, arXiv 2407
 
 * users: cohorts of whole users, who train locally, as in the base file; user-level ε;
 * their examples: lots of examples, at most k of a user, each a clipped gradient; user-level ε;
-* examples alone: DP-SGD with equal lots and as many rounds, whose ε is about one example. That is
-  a weaker statement of the same number, here for orientation only.
+* examples alone: DP-SGD with equal lots and the same number of rounds, whose ε protects one
+  example. That is a weaker statement with the same number, given for orientation only.
 
-Noise is calibrated to ε at the δ of the base file. Norms and rates of the last two ways were tried
-on seed 100, which is none of the results', some at ε = 2 and more at ε = 8; those of the first are
-of the base files, for any ε. What that tells is not counted in ε. Data: a folder named by
-FEDPRIV_DATA.
+Noise is calibrated to ε at the δ of the base file. Norms and rates of the last two ways were tuned
+on seed 100, which no result uses, some at ε = 2 and more at ε = 8; those of the first are from the
+base files, for any ε. ε does not include this tuning. Data: the folder in FEDPRIV_DATA.
 """
 
 import argparse
@@ -41,12 +40,12 @@ USERS, EXAMPLES, ALONE = "users", "their examples", "examples alone"
 
 @dataclass(frozen=True)
 class Work:
-    """A task, and how each way trains on it."""
+    """A task, and the settings of each way for it."""
 
-    file: str  # the base, which is how users train
-    users: tuple[str, ...]  # assignments
-    lots: tuple[str, ...]  # of both ways with lots of examples
-    rates: Mapping[str, Mapping[float, float]]  # of the server, by way, from some ε on
+    file: str  # the base file; whole users train by its settings
+    users: tuple[str, ...]  # assignments for whole users
+    lots: tuple[str, ...]  # assignments for both ways with lots of examples
+    rates: Mapping[str, Mapping[float, float]]  # of the server, by way and least ε
     examples_per_user: int  # k
     probability: float  # q of each of a user's k examples
 
@@ -96,43 +95,48 @@ class Found:
 
 
 def assignments_of(work: Work, way: str, epsilon: float) -> list[str]:
-    """How a way changes the base file, but for ε."""
+    """Return the changes of a way to the base file, except ε."""
     if way == USERS:
         return list(work.users)
-    rate = work.rates[way][max(least for least in work.rates[way] if least <= epsilon)]
+    rate = work.rates[way][max(bound for bound in work.rates[way] if bound <= epsilon)]
     server = f"{{optimizer='fedavgm',options={{learning_rate={rate},momentum=0.9}}}}"
-    given = [*work.lots, _GRADIENT, f"server={server}"]
+    assignments = [*work.lots, _GRADIENT, f"server={server}"]
     k, q = work.examples_per_user, work.probability
     if way == EXAMPLES:
         options = f"{{examples_per_user={k},total_examples={counted(work)}}}"
         policy = f"sampling={{policy='poisson-examples',options={options}}}"
-        return [*given, policy, f"privacy.sampling_probability={q}"]
-    share = q * counted(work) / sizes_of(work.file).sum()  # all are enrolled, and lots as large
-    return [*given, "privacy.unit=example", f"privacy.sampling_probability={share}"]
+        return [*assignments, policy, f"privacy.sampling_probability={q}"]
+    share = q * counted(work) / sizes_of(work.file).sum()  # all are enrolled, in lots of equal size
+    return [*assignments, "privacy.unit=example", f"privacy.sampling_probability={share}"]
 
 
 def counted(work: Work) -> float:
-    """How many examples count, at most k of a user: taken to be known of these public data."""
+    """Return how many examples count, at most k of a user; public knowledge for these data."""
     return float(sizes_of(work.file).clip(max=work.examples_per_user).sum())
 
 
 @cache
 def sizes_of(file: str) -> NDArray[np.int64]:
-    """Rows of each user of a base file's population [users]."""
+    """Return the rows of each user of a base file's population: [users]."""
     return population_of(load_config(HERE / file)).users.sizes
 
 
 def trained(
-    task: str, way: str, epsilon: float, seeds: Sequence[int], more: Sequence[str] = ()
+    task: str, way: str, epsilon: float, seeds: Sequence[int], extra: Sequence[str] = ()
 ) -> Found:
-    """Runs of a way, of which nothing is kept."""
+    """Run a way under each seed, in temporary folders."""
     work = WORKS[task]
-    given = [*assignments_of(work, way, epsilon), f"privacy.epsilon={epsilon}", *_QUIET, *more]
+    assignments = [
+        *assignments_of(work, way, epsilon),
+        f"privacy.epsilon={epsilon}",
+        *_QUIET,
+        *extra,
+    ]
     last, plan = [], None
     for seed in seeds:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "run"
-            run_simulation(HERE / work.file, [*given, f"seed={seed}"], out, resume=False)
+            run_simulation(HERE / work.file, [*assignments, f"seed={seed}"], out, resume=False)
             rows = list(RunFolder(out).read_metrics())
             plan = load_config(out / "plan.toml")
             cohort = next(
@@ -157,41 +161,41 @@ def trained(
 
 
 def table_of(results: Sequence[Found]) -> Table:
-    """A row for each task, ε and way."""
+    """Return a table with a row for each task, ε and way."""
     rows = [
         (
-            each.task,
-            each.way,
-            f"{each.unit}-level",
-            f"{each.target:g}",
-            str(each.rounds),
-            f"{each.expected_cohort:.0f}",
-            f"{each.noise_multiplier:.3g}",
-            mean_of(each.accuracy),
+            result.task,
+            result.way,
+            f"{result.unit}-level",
+            f"{result.target:g}",
+            str(result.rounds),
+            f"{result.expected_cohort:.0f}",
+            f"{result.noise_multiplier:.3g}",
+            mean_of(result.accuracy),
         )
-        for each in results
+        for result in results
     ]
     names = ("task", "what is drawn", "statement")
     columns = [Column(name, "text") for name in names]
     columns += [Column(name) for name in ("ε", "rounds", "lot", "z", "accuracy")]
     seeds = len(results[0].accuracy)
-    deltas = " and ".join(sorted({f"{each.delta:g}" for each in results}))
+    deltas = " and ".join(sorted({f"{result.delta:g}" for result in results}))
     return Table(f"Means of {seeds} seeds, δ = {deltas}", columns, rows)
 
 
 def chart_of(task: str, results: Sequence[Found]) -> Chart:
-    """Accuracy by ε for each way."""
+    """Return a chart of accuracy against ε for each way."""
     series = []
-    for way in dict.fromkeys(each.way for each in results):
-        of_way = [each for each in results if (each.task, each.way) == (task, way)]
-        accuracy = [[100.0 * share for share in each.accuracy] for each in of_way]
+    for way in dict.fromkeys(result.way for result in results):
+        of_way = [result for result in results if (result.task, result.way) == (task, way)]
+        accuracy = [[100.0 * share for share in result.accuracy] for result in of_way]
         series.append(
             Series(
                 f"{way} ({of_way[0].unit}-level ε)",
-                [each.target for each in of_way],
-                [sum(each) / len(each) for each in accuracy],
-                [min(each) for each in accuracy],
-                [max(each) for each in accuracy],
+                [result.target for result in of_way],
+                [sum(result) / len(result) for result in accuracy],
+                [min(result) for result in accuracy],
+                [max(result) for result in accuracy],
                 dashed=way == ALONE,
             )
         )
@@ -208,20 +212,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=HERE / "results")
     parser.add_argument("--figure", type=Path)
-    given = parser.parse_args(arguments)
-    for task in given.tasks:
+    options = parser.parse_args(arguments)
+    for task in options.tasks:
         results = list[Found]()
-        for epsilon, way in product(given.epsilon, (USERS, EXAMPLES, ALONE)):
-            results.append(trained(task, way, epsilon, range(given.seeds)))
-            content, name = [asdict(each) for each in results], f"units_{task}"
-            write_results(table_of(results), content, given.folder, name)
-    if given.figure:
-        charts = [chart_of(task, read(given.folder, task)) for task in given.tasks]
-        figure(*charts).save(given.figure, scale_factor=2)
+        for epsilon, way in product(options.epsilon, (USERS, EXAMPLES, ALONE)):
+            results.append(trained(task, way, epsilon, range(options.seeds)))
+            content, name = [asdict(result) for result in results], f"units_{task}"
+            write_results(table_of(results), content, options.folder, name)
+    if options.figure:
+        charts = [chart_of(task, read(options.folder, task)) for task in options.tasks]
+        figure(*charts).save(options.figure, scale_factor=2)
 
 
 def read(folder: Path, task: str) -> list[Found]:
-    """The results of a task, as they were written."""
+    """Return the results of a task from its file."""
     content = json.loads((folder / f"units_{task}.json").read_text(encoding="utf-8"))
     return [Found(**row) for row in content]
 

@@ -59,7 +59,7 @@ class GridTransport(Transport):
     * Each worker is counted once, by a reply of its own to this attempt at this round.
     * Only the code of a reply that is an error is logged.
     * A round that lacks an answer raises, so it is not released. A worker that does not answer
-      lacks the code or has died, and without its users the experiment would be a different one.
+      lacks the code or has died; without its users the experiment would be a different one.
     """
 
     grid: Grid
@@ -71,19 +71,19 @@ class GridTransport(Transport):
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         """Yield the sum of each worker; WorkerError if one fails, StoppedError if `stopping`."""
         shared, answered = pickle.dumps(replace(request, users=request.users[:0])), 0
-        drawn = {
+        users_of = {
             node: request.users[(request.users >= share.start) & (request.users < share.stop)]
             for node, share in self.shares.items()
         }
         messages = (
             Message(content_of(self.work, shared, pickle.dumps(users)), node, MessageType.TRAIN)
-            for node, users in drawn.items()
+            for node, users in users_of.items()
         )
         deadline = monotonic() + self.seconds
         replies = flower_messages.exchange(self.grid, messages, deadline, self.stopping)
         with closing(replies):
             for node, reply in replies:
-                if partial := self._accepted(node, reply, drawn[node].size):
+                if partial := self._accepted(node, reply, users_of[node].size):
                     answered += 1
                     yield partial
         if self.stopping.is_set():
@@ -92,7 +92,7 @@ class GridTransport(Transport):
             counts = f"{answered} of {len(self.shares)}"
             raise WorkerError(f"{counts} workers answered in round {request.round}; all must")
 
-    def _accepted(self, node: int, reply: Message | str, drawn: int) -> PartialSum | None:
+    def _accepted(self, node: int, reply: Message | str, users: int) -> PartialSum | None:
         """Return the sum in a reply; None, with a line in the log, if there is none."""
         worker = f"worker-{[*self.shares].index(node)}"
         name = f"{SIMULATION_ONLY}: {worker}"
@@ -101,7 +101,7 @@ class GridTransport(Transport):
         except WireError as error:
             _log.warning("%s failed: %s", name, error)
             return None
-        if flaw := flaw_of(partial, drawn):
+        if flaw := flaw_of(partial, users):
             trouble(_log, name, *flaw)
         return replace(partial, node=worker)
 
@@ -138,8 +138,8 @@ def introduced_workers(
         if stopping.wait(_STOP_CHECK_SECONDS):
             raise StoppedError("the simulation was asked to stop")
     if len(ids) != workers:
-        present = f"there are {len(ids)} workers (SuperNodes)"
-        raise WorkerError(f"{present}; the run is configured for {workers}")
+        count = f"there are {len(ids)} workers (SuperNodes)"
+        raise WorkerError(f"{count}; the run is configured for {workers}")
     ends = [users.population * number // workers for number in range(workers + 1)]
     shares = dict(zip(ids, map(range, ends, ends[1:]), strict=True))
     messages = (
@@ -208,7 +208,7 @@ class GridSimulation:
 
 
 def introduce(content: RecordDict) -> bytes:
-    """Load the population that a message describes; return the `digest_of_shard` of a share of it.
+    """Load the population in a message; return the `digest_of_shard` of the share in it.
 
     FedprivError: the message is invalid, or the population cannot be loaded.
     """

@@ -3,8 +3,8 @@
 A message to an app's mod has two parts, a serialised clipping of `fedpriv.wire` and numbers of
 users, and its answer holds the bytes of a sum. A simulation and its workers, which run on one
 cluster of Ray, trust each other and send pickled values: the `Config`, then the worker's share of
-the population, or the request of a round and those of its users who are in the share. Both sides
-must run the same version of fedpriv.
+the population, or the request of a round and the users of the request who are in the share. Both
+sides must run the same version of fedpriv.
 """
 
 import hashlib
@@ -46,8 +46,8 @@ Reply = tuple[int, Message | str]  # the node that was asked, and its reply or w
 def digest_of_shard(population: str, users: UserStore, shard: range) -> bytes:
     """Return 32 bytes by which the server checks that a worker has loaded the same users.
 
-    They depend on the population's name and on the ids, fields and rows of the shard's users. Since
-    guesses of users' data can be tested with a digest, only workers and the server may see it.
+    They depend on the population's name and on the ids, fields and rows of the shard's users. Only
+    workers and the server may see a digest, because it lets its readers test guesses of the data.
     """
     fields = sorted(users.fields.items())
     kinds = [(name, field.dtype.str, field.shape[1:]) for name, field in fields]
@@ -72,8 +72,8 @@ def parts_in(content: RecordDict) -> list[bytes]:
         raise WireError("a message holds no record of fedpriv")
     version, parts = str(record.get(_VERSION)), record.get(_PARTS)
     if version != __version__:
-        both = f"{version[:MAX_NAME]!r}, this side {__version__!r}; both must be the same"
-        raise WireError(f"the other side runs fedpriv {both}")
+        versions = f"{version[:MAX_NAME]!r}, this side {__version__!r}; both must be the same"
+        raise WireError(f"the other side runs fedpriv {versions}")
     if not isinstance(parts, list) or not all(isinstance(part, bytes) for part in parts):
         raise WireError("the parts of a message are not bytes")
     return cast(list[bytes], parts)
@@ -159,9 +159,9 @@ def exchange(
             for message_id in filter(None, grid.push_messages([message])):
                 threading.Thread(target=await_reply, args=(node, message_id), daemon=True).start()
                 outstanding += 1
-        while outstanding and not stopping.is_set() and (left := deadline - monotonic()) > 0.0:
+        while outstanding and not stopping.is_set() and (wait := deadline - monotonic()) > 0.0:
             try:
-                reply = replies.get(timeout=min(left, _STOP_CHECK_SECONDS))
+                reply = replies.get(timeout=min(wait, _STOP_CHECK_SECONDS))
             except queue.Empty:
                 continue
             outstanding -= 1

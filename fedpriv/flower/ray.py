@@ -64,7 +64,7 @@ def simulate_on_ray(
     out: Path | None,
     workers: int,
     follow: "Follow | None" = None,
-    **how: Any,
+    **options: Any,
 ) -> "Run":
     """Run a simulation like `fedpriv.run.simulate.run_simulation`, on workers of Ray.
 
@@ -83,7 +83,7 @@ def simulate_on_ray(
     from fedpriv.report.tables import screen
     from fedpriv.run.run import RunSetup
 
-    setup = RunSetup.at(load_config(file, assignments), out, **how)
+    setup = RunSetup.at(load_config(file, assignments), out, **options)
     simulation = GridSimulation.of(setup, workers)
     server_app, stopping, runs = ServerApp(), threading.Event(), list["Run"]()
 

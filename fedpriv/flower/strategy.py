@@ -120,20 +120,20 @@ class PrivateStrategy(Strategy):
         if self.mechanism.noise_multiplier is None:
             raise InvalidValueError("the mechanism has no noise_multiplier; calibrate it first")
         if self.mechanism.unit != "user":
-            found = f"the mechanism's unit is {str(self.mechanism.unit)!r}"
-            raise InvalidValueError(f"{found}; with Flower it must be 'user'")
+            fault = f"the mechanism's unit is {str(self.mechanism.unit)!r}"
+            raise InvalidValueError(f"{fault}; with Flower it must be 'user'")
         if isinstance(self.mechanism.sampling, PoissonExamples):
-            found = f"the mechanism samples {self.mechanism.sampling.examples_per_user} examples"
-            raise InvalidValueError(f"{found} of each user; with Flower users must be sampled")
+            fault = f"the mechanism samples {self.mechanism.sampling.examples_per_user} examples"
+            raise InvalidValueError(f"{fault} of each user; with Flower users must be sampled")
         if self.mechanism.metrics or self.mechanism.averaging != Averaging():
-            legal = "metrics must be empty, and averaging plain"
-            raise InvalidValueError(f"the mechanism has metrics or weights; with Flower {legal}")
+            rule = "metrics must be empty, and averaging plain"
+            raise InvalidValueError(f"the mechanism has metrics or weights; with Flower {rule}")
         if not self.nodes:
             raise InvalidValueError("there are 0 nodes; there must be at least one")
         for node, users in self.nodes.items():
             if not (is_whole(node) and is_whole(users)):
-                found = f"node {node!r} brings {users!r} users"
-                raise InvalidValueError(f"{found}; both must be whole numbers of at least 1")
+                fault = f"node {node!r} brings {users!r} users"
+                raise InvalidValueError(f"{fault}; both must be whole numbers of at least 1")
 
     def start(
         self,
@@ -176,15 +176,15 @@ class PrivateStrategy(Strategy):
             self.summary()
             _evaluate(evaluate_fn, 0, result)
             rounds = train(plan, state, transport, records, OperatingSystemEntropy())
-            counted = Contributors()
+            contributors = Contributors()
             for state, released in rounds:
                 result.arrays = model.record(state.parameters)
                 result.train_metrics_clientapp[state.round] = _figures(released)
                 _evaluate(evaluate_fn, state.round, result)
-                counted = counted.with_round(released, plan.sampling.event())
-                if counted.too_few and not keep_going:
-                    why = counted.why_ended("users", state.round, num_rounds)
-                    _log.error("%s; the guarantee is the budget of ε = %s", why, budget.epsilon)
+                contributors = contributors.with_round(released, plan.sampling.event())
+                if contributors.too_few and not keep_going:
+                    reason = contributors.why_ended("users", state.round, num_rounds)
+                    _log.error("%s; the guarantee is the budget of ε = %s", reason, budget.epsilon)
                     return result
         if state.round < num_rounds:
             _log.warning("stopped after %d of %d rounds: %s", state.round, num_rounds, Stop.BUDGET)
@@ -193,11 +193,11 @@ class PrivateStrategy(Strategy):
     def summary(self) -> None:
         """Log the number of users, the mechanism and its privacy budget."""
         users = sum(self.nodes.values())
-        made, of = self.mechanism.for_users(users), f"{users} users at {len(self.nodes)} nodes"
-        noise, budget = made.noise_multiplier, f"ε = {made.epsilon} at δ = {made.delta}"
-        _log.info(
-            "%s, %s, %s, z = %.4g, budget %s", of, made.sampling, made.clipping, noise, budget
-        )
+        mechanism = self.mechanism.for_users(users)
+        budget = f"ε = {mechanism.epsilon} at δ = {mechanism.delta}"
+        details = mechanism.sampling, mechanism.clipping, mechanism.noise_multiplier, budget
+        text = "%d users at %d nodes, %s, %s, z = %.4g, budget %s"
+        _log.info(text, users, len(self.nodes), *details)
 
     def _plan(self, model: "TrainedModel", rounds: int) -> TrainingPlan:
         users, layout = sum(self.nodes.values()), Layout.of(model.trained)
@@ -224,9 +224,9 @@ class PrivateStrategy(Strategy):
         )
         return plan.within(mechanism.budget) if mechanism.rounds == rounds else plan
 
-    def _in_pieces(self, *_given: object, **_named: object) -> NoReturn:
-        whole = "a private round is drawn, charged and noised as one"
-        raise InvalidValueError(f"{whole}; call start, and wrap this strategy in no other")
+    def _in_pieces(self, *_arguments: object, **_keywords: object) -> NoReturn:
+        reason = "a private round is drawn, charged and noised as one"
+        raise InvalidValueError(f"{reason}; call start, and wrap this strategy in no other")
 
     configure_train = aggregate_train = configure_evaluate = aggregate_evaluate = _in_pieces
 
@@ -238,9 +238,9 @@ def _figures(released: RoundResult) -> MetricRecord:
 
 
 def _evaluate(evaluate_fn: Evaluate | None, number: int, result: Result) -> None:
-    if evaluate_fn and (found := evaluate_fn(number, result.arrays)) is not None:
-        _log.info("after round %d: %s", number, found)
-        result.evaluate_metrics_serverapp[number] = found
+    if evaluate_fn and (figures := evaluate_fn(number, result.arrays)) is not None:
+        _log.info("after round %d: %s", number, figures)
+        result.evaluate_metrics_serverapp[number] = figures
 
 
 @dataclass(frozen=True)
@@ -257,18 +257,18 @@ class TrainedModel:
         InvalidValueError: a pattern matches no array, no array is trained, or a trained array is
         not finite in float32.
         """
-        kept = {name for name in arrays for pattern in frozen if fnmatchcase(name, pattern)}
+        frozen_names = {name for name in arrays for pattern in frozen if fnmatchcase(name, pattern)}
         for pattern in frozen:
-            if not any(fnmatchcase(name, pattern) for name in kept):
+            if not any(fnmatchcase(name, pattern) for name in frozen_names):
                 raise InvalidValueError(f"frozen has {pattern!r}; no array is named so")
-        found = {name: array.numpy() for name, array in arrays.items() if name not in kept}
+        values = {name: array.numpy() for name, array in arrays.items() if name not in frozen_names}
         with np.errstate(over="ignore"):  # refused below
-            floating = {n: a.astype(np.float32) for n, a in found.items() if a.dtype.kind == "f"}
+            floating = {n: a.astype(np.float32) for n, a in values.items() if a.dtype.kind == "f"}
         if not floating:
             raise InvalidValueError(f"no array of {list(arrays)} is of floating point, not frozen")
-        if odd := [name for name, array in floating.items() if not np.isfinite(array).all()]:
-            held = f"arrays {odd} hold NaN, infinity or numbers that float32 does not hold"
-            raise InvalidValueError(f"{held}; what is trained must be finite")
+        if invalid := [name for name, array in floating.items() if not np.isfinite(array).all()]:
+            fault = f"arrays {invalid} hold NaN, infinity or numbers that float32 does not hold"
+            raise InvalidValueError(f"{fault}; what is trained must be finite")
         return cls(dict(arrays), floating)
 
     def sent(self, parameters: Parameters) -> Tensors:
@@ -278,8 +278,8 @@ class TrainedModel:
 
     def record(self, parameters: Parameters) -> ArrayRecord:
         """Return all arrays in their original order, with these values of the trained ones."""
-        new = {name: Array(np.asarray(value)) for name, value in self.sent(parameters).items()}
-        return ArrayRecord({name: new.get(name, array) for name, array in self.arrays.items()})
+        replaced = {name: Array(np.asarray(value)) for name, value in self.sent(parameters).items()}
+        return ArrayRecord({name: replaced.get(name, array) for name, array in self.arrays.items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -294,25 +294,25 @@ class NodesTransport(Transport):
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         """Yield the partial sum of each node that has drawn users, as replies arrive."""
-        clipping, drawn = request.clipping, self._drawn(request.users)
-        arrays, sent = self.model.record(request.parameters), self.model.sent(request.parameters)
+        clipping, users_of = request.clipping, self._drawn(request.users)
+        arrays, tensors = self.model.record(request.parameters), self.model.sent(request.parameters)
         config = ConfigRecord({**self.config, "server-round": request.round})
 
         def messages() -> Iterator[Message]:
-            for node, users in drawn.items():
+            for node, users in users_of.items():
                 content = flower_messages.asking(clipping, users)
                 content[_ARRAYS], content[_CONFIG] = arrays, config
                 yield Message(content, node, MessageType.TRAIN, ttl=self.seconds)
 
-        deadline, never = time.monotonic() + self.seconds, threading.Event()
-        with closing(flower_messages.exchange(self.grid, messages(), deadline, never)) as replies:
+        deadline, no_stop = time.monotonic() + self.seconds, threading.Event()
+        with closing(flower_messages.exchange(self.grid, messages(), deadline, no_stop)) as replies:
             for node, reply in replies:
                 try:
-                    total = self._total(clipping, sent, node, reply)
+                    total = self._total(clipping, tensors, node, reply)
                 except WireError as error:  # that a node was drawn is secret: it is not named
                     _log.warning("a reply counts as zero: %s", one_line(str(error)))
                     continue
-                users = drawn[node].size
+                users = users_of[node].size
                 yield PartialSum(str(node), users, total, users * clipping.weight_cap)
 
     def _drawn(self, users: npt.NDArray[np.int64]) -> dict[int, npt.NDArray[np.int64]]:
@@ -320,11 +320,11 @@ class NodesTransport(Transport):
         ids, counts = list(self.nodes), np.array(list(self.nodes.values()))
         ends = np.cumsum(counts)
         hosts = np.searchsorted(ends, users, side="right")
-        own = users - (ends - counts)[hosts]
-        return {ids[host]: own[hosts == host] for host in np.unique(hosts).tolist()}
+        numbers_in_node = users - (ends - counts)[hosts]
+        return {ids[host]: numbers_in_node[hosts == host] for host in np.unique(hosts).tolist()}
 
     def _total(
-        self, clipping: Clipping, sent: Tensors, node: int, reply: Message | str
+        self, clipping: Clipping, tensors: Tensors, node: int, reply: Message | str
     ) -> IntegerVector:
         """Return a node's term of the sum, [D] integers; WireError if the reply counts as zero.
 
@@ -342,7 +342,7 @@ class NodesTransport(Transport):
             return flower_messages.sum_in(reply.content, clipping.layout.dimension)
         if self.nodes[node] > 1:
             raise WireError("its node brings several users, but has no clipping_mod")
-        return contribution(clipping, sent, self.model.arrays.keys(), reply.content)
+        return contribution(clipping, tensors, self.model.arrays.keys(), reply.content)
 
 
 def contribution(
@@ -357,15 +357,15 @@ def contribution(
     try:
         (returned,) = content.array_records.values()
         if set(returned) != set(names):
-            raise InvalidValueError("its arrays are not named as those that were sent")
+            raise InvalidValueError("its arrays have other names than the sent ones")
         tensors = {name: returned[name].numpy() for name in sent}
         with np.errstate(all="ignore"):  # numbers that are not finite are zeroed below
             update = layout.unflatten(layout.flatten(tensors) - layout.flatten(sent))
     except Exception:  # bytes may be anything instead of arrays; the text may hold data
         _log.warning("an update counts as zero: its arrays have other names, shapes or types")
         return np.zeros(clipping.layout.dimension, np.int64)
-    counted = {CONTRIBUTORS.tensor: np.ones(())} if CONTRIBUTORS.tensor in clipping.spans else {}
-    return clipping.contribution({**update, **counted})
+    indicator = {CONTRIBUTORS.tensor: np.ones(())} if CONTRIBUTORS.tensor in clipping.spans else {}
+    return clipping.contribution({**update, **indicator})
 
 
 def clipping_mod(
@@ -380,27 +380,27 @@ def clipping_mod(
     whose state depends on the data.
 
     Guarantees: training sends nothing else from the node; a user whose training raises or returns
-    anything malformed counts as zero and changes nothing for other users. WireError: the message is
-    not from a `PrivateStrategy`; the app is then not called. Messages that do not ask for training
-    pass unchanged.
+    anything malformed counts as zero and changes nothing for other users. Messages that do not ask
+    for training pass unchanged. WireError: the message is not from a `PrivateStrategy`, and the app
+    is not called.
     """
     if message.metadata.message_type.partition(".")[0] != MessageType.TRAIN:
         return call_next(message, context)
     clipping, users = flower_messages.asked(message.content)
     arrays, config = message.content.array_records[_ARRAYS], message.content.config_records[_CONFIG]
     names = [tensor for group in clipping.sent for tensor in group.tensors]
-    sent = {name: arrays[name].numpy() for name in names if name != CONTRIBUTORS.tensor}
+    tensors = {name: arrays[name].numpy() for name in names if name != CONTRIBUTORS.tensor}
     total = np.zeros(clipping.layout.dimension, np.int64)
     for user in users.tolist():
-        own, blank = copy.copy(message), copy.copy(context)
-        told = ConfigRecord({**copy.deepcopy(dict(config)), "user": user})  # it may hold lists
-        own.content = RecordDict({_ARRAYS: ArrayRecord(dict(arrays)), _CONFIG: told})
-        blank.state = RecordDict()
-        blank.node_config, blank.run_config = {**context.node_config}, {**context.run_config}
+        request, sandbox = copy.copy(message), copy.copy(context)
+        settings = ConfigRecord({**copy.deepcopy(dict(config)), "user": user})  # it may hold lists
+        request.content = RecordDict({_ARRAYS: ArrayRecord(dict(arrays)), _CONFIG: settings})
+        sandbox.state = RecordDict()
+        sandbox.node_config, sandbox.run_config = {**context.node_config}, {**context.run_config}
         try:
-            content = call_next(own, blank).content
+            content = call_next(request, sandbox).content
         except Exception as error:  # its text may hold the user's data
             _log.warning("a user counts as zero: %s", raised_at(error))
             continue
-        total += contribution(clipping, sent, arrays.keys(), content)
+        total += contribution(clipping, tensors, arrays.keys(), content)
     return Message(flower_messages.summed(total), reply_to=message)

@@ -54,7 +54,7 @@ def parse(kind: type[Kind], data: bytes, most: int) -> Kind:
 def refuse_unknown(message: Message) -> None:
     """Raise WireError if a message, or one inside it at any depth, has fields that are not known.
 
-    Whoever consents to it would not know to what. The fields are removed.
+    A node would not know what it consents to. The fields are removed.
     """
     size = message.ByteSize()
     message.DiscardUnknownFields()
@@ -123,7 +123,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class FieldCodec:
-    """The conversion of a field that differs between value and message; None is left out."""
+    """The conversion of a field that differs between value and message; None is omitted."""
 
     encode: Callable[..., object]
     decode: Callable[..., object]  # total, or raises WireError or ValueError
@@ -136,7 +136,7 @@ class Codec(Generic[Value, Kind]):
     value: Callable[..., Value]
     message: type[Kind]
     what: str  # name in errors, with an article
-    # Codecs of fields that differ, and of inner messages; all other lists become tuples.
+    # Codecs of fields that differ and of inner messages. All other lists become tuples.
     fields: "FieldCodecs" = field(default_factory=dict)
     # Limits on elements of lists and characters of texts that are not MAX_TENSORS and MAX_NAME.
     limits: Mapping[str, int] = field(default_factory=dict)
@@ -173,14 +173,14 @@ class Codec(Generic[Value, Kind]):
     def _check_limits(self, message: Kind) -> None:
         """Raise WireError for excessive content before any of it is converted."""
         for name in message.DESCRIPTOR.fields_by_name:
-            content, most = getattr(message, name), self.limits.get(name)
+            content, limit = getattr(message, name), self.limits.get(name)
             texts = content if isinstance(content, MutableSequence) else [content]
             if texts is content:
-                at_most(f"{name} in {self.what}", len(content), most or MAX_TENSORS)
-                most = MAX_NAME
+                at_most(f"{name} in {self.what}", len(content), limit or MAX_TENSORS)
+                limit = MAX_NAME
             if texts and isinstance(texts[0], str):
-                longest = max(map(len, texts))
-                at_most(f"characters in {name} of {self.what}", longest, most or MAX_NAME)
+                longest_length = max(map(len, texts))
+                at_most(f"characters in {name} of {self.what}", longest_length, limit or MAX_NAME)
         self.check(message)
         check_size(self.what, message, NODE_RECEIVES_BYTES)
 
@@ -251,12 +251,12 @@ class Assembler:
 
     def add(self, chunk: pb.Chunk) -> None:
         """Add the next chunk, or raise WireError."""
-        left, data = self._size - self._received, chunk.data
-        if not left:
+        missing_bytes, data = self._size - self._received, chunk.data
+        if not missing_bytes:
             raise WireError(f"chunk {chunk.number} follows after all {self._received} bytes")
         if chunk.number != self._chunks:
             raise WireError(f"chunk {chunk.number} came in place of chunk {self._chunks}")
-        if len(data) != (size := min(left, CHUNK_BYTES)):
+        if len(data) != (size := min(missing_bytes, CHUNK_BYTES)):
             raise WireError(f"chunk {chunk.number} has {len(data)} bytes; it must have {size}")
         if zlib.crc32(data) != chunk.crc32:
             raise WireError(f"chunk {chunk.number} is damaged: its CRC-32 differs")

@@ -186,7 +186,7 @@ class Proposal:
 
     @classmethod
     def of(cls, source: "RoundRequest | Terms", price: Price) -> "Proposal":
-        """Return the terms of a request, without nonce and head, or what an offer repeats."""
+        """Return the terms of a request, without nonce and head, or the terms of an offer."""
         terms = source.clipping, source.local, source.metrics, price
         if isinstance(source, RoundRequest):
             return cls(RoundId(source.run, source.round, source.attempt), *terms)
@@ -225,7 +225,7 @@ class Countersignature(Checked):
     key: Annotated[bytes, codec.length(0, PUBLIC_BYTES)]  # `KeyPair.public`; or empty
     certificate: Certificate = field(repr=False)  # of the node
     signature: Signature = field(repr=False)
-    head: SignedHead | None = None  # that of its proposal; left out in a vote
+    head: SignedHead | None = None  # of its proposal; omitted in a vote
 
 
 class Stage(IntEnum):
@@ -264,7 +264,7 @@ class RoundOffer(Checked):
     price: Price
     roster: tuple[Countersignature, ...] = ()  # of nodes that agreed; in a secure sum, of all
     fixed_length: bool = False  # whether the node waits with its upload until the time is over
-    head: SignedHead | None = None  # that of the proposal
+    head: SignedHead | None = None  # of the proposal
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -272,8 +272,8 @@ class RoundOffer(Checked):
         names = [member.node for member in self.roster]
         require(names == sorted(set(names)), "the roster is not sorted by distinct names")
         if (secure := self.price.event.secure_sum) is not None:
-            least = secure.nodes
-            require(len(names) >= least, f"the roster has {len(names)} nodes; it must be {least}")
+            nodes = secure.nodes
+            require(len(names) >= nodes, f"the roster has {len(names)} nodes; it must be {nodes}")
             require(not self.users.size, "users are given, whom the node must draw itself")
         update_of(self)  # refuses metrics without tensors
 
@@ -286,16 +286,16 @@ class RoundOffer(Checked):
         nonce: int = 0,
         roster: tuple[Countersignature, ...] = (),
     ) -> "RoundOffer":
-        """Return the offer to a node that hosts all users of the request; else `replace` users."""
+        """Return the offer to a node that hosts all users of the request; else `replace` them."""
         round_id = RoundId(request.run, request.round, request.attempt, nonce)
         users, clipping, local = request.users.copy(), request.clipping, request.local
         key, metrics = request.local_key, request.metrics
         return cls(round_id, seconds, users, clipping, local, key, metrics, price, roster)
 
     def model(self, statistics: Layout) -> Layout:
-        """Return that of `model_of` the request, for a task with these statistics."""
-        kept = dict(zip(statistics.names, statistics.shapes, strict=True))
-        shapes = {**update_of(self), **kept}
+        """Return the layout of `model_of` the request, for a task with these statistics."""
+        statistic_shapes = dict(zip(statistics.names, statistics.shapes, strict=True))
+        shapes = {**update_of(self), **statistic_shapes}
         return Layout(tuple(shapes), tuple(shapes.values()))
 
     def request(self, tensors: Tensors) -> RoundRequest:
@@ -335,8 +335,8 @@ def model_of(request: RoundRequest) -> Parameters:
 
     InvalidValueError: a name occurs among parameters and statistics.
     """
-    if both := sorted(set(request.parameters) & set(request.statistics)):
-        raise InvalidValueError(f"{both} are parameters and statistics; each must be one")
+    if shared := sorted(set(request.parameters) & set(request.statistics)):
+        raise InvalidValueError(f"{shared} are parameters and statistics; each must be one")
     control = {CONTROL_PREFIX + name: c for name, c in request.control.items()}
     tensors = {**request.parameters, **control, **request.statistics}
     return {name: tensor.astype(np.float32, copy=False) for name, tensor in tensors.items()}
@@ -348,7 +348,7 @@ class SummedUpdates:
 
     users: int  # number of contributions in the sum, at most 2^20
     weight: int  # sum of their weights, in units of 1/c
-    masked: bool = False  # then neither says how many users it holds
+    masked: bool = False  # then both numbers are 0 and say nothing
 
     def __post_init__(self) -> None:
         if not 0 <= self.users <= codec.MAX_USERS:
@@ -360,7 +360,7 @@ class SummedUpdates:
 
     @property
     def dtype(self) -> codec.Number:
-        """That of a sum that is not masked: 32 bits if the users are few enough."""
+        """Type of an unmasked sum: 32 bits if there are few enough users."""
         return codec.INT32 if self.users <= _USERS_OF_32_BITS else codec.INT64
 
 
@@ -387,7 +387,7 @@ class RoundAnswer:
 
 @dataclass(frozen=True)
 class Receipt(Checked):
-    """Whether the server accepted an answer, or why not."""
+    """The server's receipt for an answer: accepted, or the reason why not."""
 
     accepted: bool
     reason: Text = ""
@@ -420,7 +420,7 @@ class Status(Checked):
 
 
 def _head_of(count: int, hash: str) -> Head | None:  # noqa: A002 - as the message names it
-    """Return the head after which records are asked for; None: all."""
+    """Return the head after which records are requested; None: all records."""
     require(count < 2**63, f"count is {count}; it must be below 2^63")
     return Head(count, hash) if hash else None
 
@@ -441,10 +441,10 @@ def _decode_options(text: str) -> dict[str, object]:
 
 
 def _check_groups(message: pb.Clipping) -> None:
-    groups, named = len(message.groups), len(message.layout.names)
+    groups, tensors = len(message.groups), len(message.layout.names)
     grouped = sum(len(group.tensors) for group in message.groups)
-    if grouped != named:
-        raise WireError(f"vector groups hold {grouped} tensors; it must be all {named}, once")
+    if grouped != tensors:
+        raise WireError(f"vector groups hold {grouped} tensors; it must be all {tensors}, once")
     codec.at_most("weighted groups", len(message.weighted), groups)
     codec.at_most("groups of an indicator", len(message.indicator.groups), groups)
 
@@ -550,7 +550,7 @@ STATUS = Codec(Status, pb.Status, "a status", {"state": FieldCodec(str, RunState
 def encode_answer(answer: RoundAnswer) -> pb.Answer:
     """Return the message of an answer; WireError if it exceeds a limit."""
     message = pb.Answer(id=ROUND_ID.encode(answer.id))
-    name = next(name for name, one in _CONTENTS.items() if one.value is type(answer.content))
+    name = next(name for name, inner in _CONTENTS.items() if inner.value is type(answer.content))
     getattr(message, name).CopyFrom(_CONTENTS[name].encode(answer.content))
     codec.check_size("an answer", message, codec.SERVER_RECEIVES_BYTES)
     return message

@@ -1,4 +1,4 @@
-"""Names of nodes, addresses of servers, certificates and keys, and what is signed with them."""
+"""Names of nodes, addresses of servers, certificates and keys, and the signatures by them."""
 
 import hashlib
 import ipaddress
@@ -127,7 +127,7 @@ def for_servers(certificate: x509.Certificate) -> bool:
 
 
 def _scheme(public: object) -> tuple[object, ...] | None:
-    """Return how a kind of key signs; None if gRPC does not take it."""
+    """Return the signature scheme of a kind of key; None if gRPC does not take the kind."""
     if isinstance(public, rsa.RSAPublicKey):
         return _RSA_PADDING, SHA256()
     if isinstance(public, ec.EllipticCurvePublicKey):
@@ -185,7 +185,7 @@ def check_key(path: Path, key: bytes, certificate: x509.Certificate) -> None:
 
 
 def _head_statement(population: str, attempt: RoundId, head: Head | SignedHead) -> bytes:
-    """Return what the server signs: my ledger had this head when I proposed this attempt."""
+    """Return the server's statement: my ledger had this head when I proposed this attempt."""
     names = [population, *vars(attempt).values(), head.count, head.hash]
     return b"fedpriv ledger head" + json.dumps(names).encode()
 
@@ -214,7 +214,7 @@ def by_server(
 def binding_of(
     population: str, attempt: RoundId, event: RoundEvent, head: SignedHead | None
 ) -> bytes:
-    """Return SHA-256 of everything public that names an attempt at a round: 32 bytes."""
+    """Return the SHA-256 of everything public that identifies an attempt at a round: 32 bytes."""
     names = [population, *vars(attempt).values(), event_text(event)]
     if head is not None:
         names += [head.count, head.hash]
@@ -230,9 +230,9 @@ def countersigned(
 
 
 def certificate_of(of: Countersignature, binding: bytes) -> x509.Certificate:
-    """Return the certificate by whose key a node has signed a proposal.
+    """Return the certificate of a node that has signed a proposal.
 
-    InvalidValueError: it is malformed, or the signature is not of this proposal.
+    InvalidValueError: it is malformed, or its key has not signed this proposal.
     """
     try:
         certificate = x509.load_der_x509_certificate(of.certificate)
@@ -277,8 +277,8 @@ class Address:
                 raise ValueError
             host = match["host"] or str(ipaddress.IPv6Address(match["six"]))
         except ValueError as error:
-            shown = text if len(text) <= 100 else f"{text[:100]}…"
-            sentence = f"{key} is {shown!r}; it must be HOST:PORT or [IPv6]:PORT"
+            excerpt = text if len(text) <= 100 else f"{text[:100]}…"
+            sentence = f"{key} is {excerpt!r}; it must be HOST:PORT or [IPv6]:PORT"
             raise InvalidValueError(sentence) from error
         return cls(host, int(match["port"]))
 

@@ -1,9 +1,9 @@
-"""Attacks on a plan: what many short runs certify of its ε, beside what their ledger says.
+"""Attacks on a plan: a lower bound on its ε from many short runs, against the ledger's ε.
 
-Read `certification` first, which turns guesses into a bound on ε, then `populations`, of which each
-pair differs in one user, `distinguishers`, by which a run's releases are told apart, and `suite`,
-which makes the runs. `report` prints what is found. `study` attacks engines that are broken on
-purpose, too. `docs/attack.md` says how to read it.
+Read `certification` first, which turns guesses into a bound on ε. Then read `populations`, which
+has pairs that differ in one user, `distinguishers`, which tell releases of two worlds apart, and
+`suite`, which makes the runs. `report` prints the results. `study` also attacks engines that are
+broken on purpose. `docs/attack.md` explains the results.
 """
 
 from simulations.attack.certification import Certificate, certified

@@ -1,8 +1,8 @@
-"""Attack the plan of an experiment, and print what is certified of its ε beside the ledger's.
+"""Attack the plan of an experiment, and print certified bounds on ε next to the ledger's ε.
 
     python -m simulations.attack [FILE] [--set KEY=VALUE] [--population NAME] [--runs 1000] [--json]
 
-Exit code 3 if a bound is above what the ledger says, and 2 for bad input.
+Exit code 3 if a bound is above the ledger's ε, and 2 for bad input.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from simulations.attack.suite import AttackedPlan
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Attack, print what was found, and end with the exit code."""
+    """Attack, print the results, and exit with the exit code."""
     parser = argparse.ArgumentParser("simulations.attack", description="attacks on an experiment")
     parser.add_argument("file", type=Path, nargs="?", default=Path("digits"))
     parser.add_argument("--set", action="append", default=[], dest="assignments")
@@ -32,24 +32,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--population", action="append", choices=POPULATIONS, help="may be repeated; default: all"
     )
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        report = attacked(given)
+        report = attacked(options)
     except FedprivError as error:
         parser.exit(2, f"error: {error}\n")
-    if given.json:
+    if options.json:
         print(json_text(report.content))
     else:
         report.print()
     sys.exit(3 if report.refuted else 0)
 
 
-def attacked(given: argparse.Namespace) -> Report:
-    """What the populations that were asked for find."""
-    config = load_config(experiment_file(given.file), given.assignments)
-    target = AttackedPlan.of(config, population_of(config), given.rounds, given.users)
-    populations = [POPULATIONS[name] for name in given.population or POPULATIONS]
-    return Report.of(config.name, target, populations, given.runs)
+def attacked(options: argparse.Namespace) -> Report:
+    """Attack with the requested populations."""
+    config = load_config(experiment_file(options.file), options.assignments)
+    target = AttackedPlan.of(config, population_of(config), options.rounds, options.users)
+    populations = [POPULATIONS[name] for name in options.population or POPULATIONS]
+    return Report.of(config.name, target, populations, options.runs)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,21 @@
-"""A certified lower bound on ε, from how often a test guesses right in many independent runs.
+"""A certified lower bound on ε, from the guesses of a test in many independent runs.
 
 Runs are made in two worlds, whose populations differ in one user. A test is a threshold on one
-number of a run's releases; it guesses whether the user was there. Let TPR be how often it says so
-where the user is, and FPR where it is not. If a run is (ε, δ)-DP, both ways round,
+number of a run's releases; it guesses whether the user was present. Let TPR be the rate of the
+guess "present" in runs with the user, and FPR its rate in runs without. If a run is (ε, δ)-DP, then
+in both directions
 
     TPR ≤ e^ε·FPR + δ    and    1 − FPR ≤ e^ε·(1 − TPR) + δ,
 
-so that ε ≥ max(log((TPR − δ)/FPR), log((1 − FPR − δ)/(1 − TPR))) for every test there is.
+so ε ≥ max(log((TPR − δ)/FPR), log((1 − FPR − δ)/(1 − TPR))) for every test.
 
 The rates are unknown, but the test is fixed before the runs that certify it. These are independent,
-so the guesses "it was there" are binomial in each world. The one-sided bounds of Clopper & Pearson
-1934, TPR_low and FPR_high, are each wrong with probability at most α/2, so one of them or both with
-at most α = 1 − confidence, dependent or not. Where both hold, both quotients are smaller with the
-bounds in the place of the rates: what is certified is above the true ε with probability at most α.
-Both directions use the same two bounds, and one test alone is certified: no multiplicity is left to
-correct for.
+so the numbers of guesses "present" are binomial in each world. The one-sided bounds of Clopper &
+Pearson 1934, TPR_low and FPR_high, are each wrong with probability at most α/2, so at least one is
+wrong with probability at most α = 1 − confidence, dependent or not. If both hold, both quotients
+are smaller with the bounds in place of the rates, so the certified bound is above the true ε with
+probability at most α. Both directions use the same two bounds, and only one test is certified, so
+no correction for multiple tests is needed.
 """
 
 from dataclasses import dataclass
@@ -30,35 +31,35 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ThresholdTest:
-    """Guesses that the user was there where a number is above a threshold, or below it."""
+    """Guesses that the user was present if a number is above a threshold, or below it."""
 
     threshold: float
     above: bool
 
     def guesses(self, numbers: Numbers) -> npt.NDArray[np.bool_]:
-        """For each run's number, whether the user is guessed to have been there."""
+        """Return for each run's number whether the test guesses that the user was present."""
         return numbers > self.threshold if self.above else numbers < self.threshold
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What one test guessed, and the lower bound on ε that follows."""
+    """The guesses of one test, and the lower bound on ε that follows."""
 
-    epsilon: float  # ≥ 0; the true ε is at least this, unless a chance of 1 − confidence came true
-    hits: int  # guesses that the user was there, in runs where it was
+    epsilon: float  # ≥ 0; the true ε is at least this, up to a probability of 1 − confidence
+    hits: int  # guesses that the user was present, in runs with the user
     runs_with: int
-    false_alarms: int  # such guesses in runs where it was not
+    false_alarms: int  # such guesses in runs without the user
     runs_without: int
 
 
 def least_rate(successes: Counts, runs: int, error: float) -> Numbers:
-    """Clopper–Pearson: rates that are too high with probability at most `error`; 0 for none."""
+    """Return Clopper–Pearson rates that are too high with probability at most `error`."""
     bound = betaincinv(np.maximum(successes, 1), runs - np.maximum(successes, 1) + 1, error)
     return np.where(successes == 0, 0.0, bound)
 
 
 def largest_rate(successes: Counts, runs: int, error: float) -> Numbers:
-    """Clopper–Pearson: rates that are too low with probability at most `error`; 1 for all."""
+    """Return Clopper–Pearson rates that are too low with probability at most `error`."""
     return 1.0 - least_rate(runs - successes, runs, error)
 
 
@@ -70,45 +71,45 @@ def certified(
     delta: float,
     confidence: float = CONFIDENCE,
 ) -> Numbers:
-    """Lower bounds on ε ≥ 0, each for one test that was fixed before these runs."""
+    """Return lower bounds on ε ≥ 0, each for one test that was fixed before these runs."""
     error = (1.0 - confidence) / 2.0
-    true = least_rate(hits, runs_with, error)
-    false = largest_rate(false_alarms, runs_without, error)
+    hit_rate = least_rate(hits, runs_with, error)
+    alarm_rate = largest_rate(false_alarms, runs_without, error)
     with np.errstate(divide="ignore"):
-        forward = np.log(np.maximum(true - delta, 0.0) / false)
-        backward = np.log(np.maximum(1.0 - false - delta, 0.0) / (1.0 - true))
+        forward = np.log(np.maximum(hit_rate - delta, 0.0) / alarm_rate)
+        backward = np.log(np.maximum(1.0 - alarm_rate - delta, 0.0) / (1.0 - hit_rate))
     bound: Numbers = np.maximum(0.0, np.maximum(forward, backward))
     return bound
 
 
 def largest_certifiable(runs: int, delta: float) -> float:
-    """What a test certifies that is right in all of so many runs of each world: none does more."""
+    """Return the bound of a test that is right in all of `runs` runs of each world: the maximum."""
     return float(certified(np.array(runs), runs, np.array(0), runs, delta))
 
 
 def certify(test: ThresholdTest, without: Numbers, with_one: Numbers, delta: float) -> Certificate:
     """Certify a test that was chosen on other runs, from the numbers of these: [runs] each."""
-    hits, false = (int(test.guesses(numbers).sum()) for numbers in (with_one, without))
+    hits, false_alarms = (int(test.guesses(numbers).sum()) for numbers in (with_one, without))
     sizes = len(with_one), len(without)
-    epsilon = certified(np.array(hits), sizes[0], np.array(false), sizes[1], delta)
-    return Certificate(float(epsilon), hits, sizes[0], false, sizes[1])
+    epsilon = certified(np.array(hits), sizes[0], np.array(false_alarms), sizes[1], delta)
+    return Certificate(float(epsilon), hits, sizes[0], false_alarms, sizes[1])
 
 
 def best_test(without: Numbers, with_one: Numbers, delta: float) -> tuple[float, ThresholdTest]:
-    """The test with the largest bound on these runs, and that bound, which certifies nothing.
+    """Return the largest bound of a test on these runs, which certifies nothing, and the test.
 
     All thresholds between two different numbers are tried, on both sides; [runs] each, finite.
     """
-    seen = np.unique(np.concatenate([without, with_one]))
-    cuts = seen[:-1] / 2.0 + seen[1:] / 2.0
-    best = 0.0, ThresholdTest(float(seen[-1]), above=True)  # which guesses nothing
+    values = np.unique(np.concatenate([without, with_one]))
+    cuts = values[:-1] / 2.0 + values[1:] / 2.0
+    best = 0.0, ThresholdTest(float(values[-1]), above=True)  # which guesses nothing
     if not len(cuts):
         return best
     for above in (True, False):
         counts = []
         for numbers in (with_one, without):
-            below = np.searchsorted(np.sort(numbers), cuts, "right" if above else "left")
-            counts.append(len(numbers) - below if above else below)
+            counts_below = np.searchsorted(np.sort(numbers), cuts, "right" if above else "left")
+            counts.append(len(numbers) - counts_below if above else counts_below)
         bounds = certified(counts[0], len(with_one), counts[1], len(without), delta)
         at = int(np.argmax(bounds))
         if bounds[at] > best[0]:

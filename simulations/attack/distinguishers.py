@@ -1,12 +1,12 @@
-"""What tells two worlds apart: one number of all that a run released. The list is fixed.
+"""The distinguishers of two worlds: each is one number of a run's releases. The list is fixed.
 
-Each distinguisher is a function of what a run made public, and of what an enemy may know without
-it: the plan, both populations, and releases of other runs. The server steps by the released average
-itself (FedAvg with rate 1), so that a model less the one before it is that average: any other
-optimiser makes its steps of these averages alone.
+Each distinguisher is a function of a run's releases, and of everything that an enemy may know
+without them: the plan, both populations, and releases of other runs. The server steps by the
+released average itself (FedAvg with rate 1), so the difference of two successive models is that
+average; any other optimiser computes its steps only from these averages.
 
-How long a run took is not among them. The wall time of a simulation is not released, and does
-depend on who was drawn; in a deployment `fixed_length` has all rounds take as long.
+The duration of a run is not among them. The wall time of a simulation is not released, and depends
+on who was drawn; in a deployment `fixed_length` makes all rounds equally long.
 """
 
 import math
@@ -32,65 +32,70 @@ from fedpriv.training.rounds import RoundResult, ServerState, round_request
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
-_LARGEST = 1e300  # in the place of a number that is not finite
+_LARGEST = 1e300  # replaces a number that is not finite
 
 
 @dataclass(frozen=True)
 class Released:
-    """All that one run made public."""
+    """Everything that one run made public."""
 
     plan: TrainingPlan
     start: ServerState
     states: tuple[ServerState, ...]  # after each round that was released
     results: tuple[RoundResult, ...]  # of each
     charges: tuple[ChargedRow, ...]  # of the ledger
-    ended: str  # why, or the type of the error with which it did
+    ended: str  # the reason for the end, or the type of the error
 
     @cached_property
     def averages(self) -> Floats:
         """Released averages of updates, in standard deviations of their noise: [T, D].
 
-        T are the rounds of the plan; those that were not released are 0.
+        T is the number of rounds of the plan; rounds that were not released are 0.
         """
-        found, before = np.zeros((self.plan.rounds, self.plan.layout.dimension)), self.start
-        for row, after in zip(found, self.states, strict=False):
-            moved = _moved(after.parameters, before.parameters)
-            row[:] = self.plan.layout.flatten(moved) / average_stddevs(self.plan, before)
-            before = after
-        return found
+        averages, state = np.zeros((self.plan.rounds, self.plan.layout.dimension)), self.start
+        for row, next_state in zip(averages, self.states, strict=False):
+            moved = _moved(next_state.parameters, state.parameters)
+            row[:] = self.plan.layout.flatten(moved) / average_stddevs(self.plan, state)
+            state = next_state
+        return averages
 
     @property
     def numbers(self) -> Floats:
         """All numbers that each round released, side by side: [T, K ≥ D], the averages first."""
-        plan, before = self.plan, self.start
-        kept = sum(
-            tensor.size for tensor in (*before.statistics.values(), *before.control.values())
+        plan, state = self.plan, self.start
+        optimizer_numbers = sum(
+            tensor.size for tensor in (*state.statistics.values(), *state.control.values())
         )
-        measured = sum(math.prod(metric.shape) for metric in plan.reported)
-        counted = len(plan.groups) if plan.adaptive else 0
-        found = np.zeros((plan.rounds, plan.layout.dimension + kept + measured + counted))
-        rounds = zip(found, self.averages, self.states, self.results, strict=False)
-        for row, average, after, result in rounds:
-            statistics = _moved(after.statistics, before.statistics)
-            control = _moved(after.control, before.control)
+        metric_numbers = sum(math.prod(metric.shape) for metric in plan.reported)
+        count_numbers = len(plan.groups) if plan.adaptive else 0
+        numbers = np.zeros(
+            (
+                plan.rounds,
+                plan.layout.dimension + optimizer_numbers + metric_numbers + count_numbers,
+            )
+        )
+        rounds = zip(numbers, self.averages, self.states, self.results, strict=False)
+        for row, average, next_state, result in rounds:
+            statistics = _moved(next_state.statistics, state.statistics)
+            control = _moved(next_state.control, state.control)
             parts = *statistics.values(), *control.values(), *result.metrics.values()
-            told = [np.ravel(np.asarray(part, np.float64)) for part in parts]
-            row[:] = np.concatenate([average, *told, [*result.unclipped.values()]])
-            before = after
-        return np.nan_to_num(found, nan=_LARGEST)
+            values = [np.ravel(np.asarray(part, np.float64)) for part in parts]
+            row[:] = np.concatenate([average, *values, [*result.unclipped.values()]])
+            state = next_state
+        return np.nan_to_num(numbers, nan=_LARGEST)
 
-    def mean_of(self, told: Callable[[RoundResult], float]) -> float:
-        """Mean over the rounds that were released of a number of each; 0 if there are none."""
-        return math.fsum(map(told, self.results)) / max(1, len(self.results))
-
-
-def _moved(after: Parameters, before: Parameters) -> dict[str, Floats]:
-    return {name: after[name].astype(np.float64) - before[name] for name in after}
+    def mean_of(self, number_of: Callable[[RoundResult], float]) -> float:
+        """Return the mean over released rounds of a number of each; 0 if there are none."""
+        return math.fsum(map(number_of, self.results)) / max(1, len(self.results))
 
 
-def average_stddevs(plan: TrainingPlan, before: ServerState) -> Floats:
-    """Of the average of updates that the round after a state releases: [D]."""
-    stddevs = plan.mechanism_at(before.clipping_norms).tensor_stddevs
+def _moved(end: Parameters, start: Parameters) -> dict[str, Floats]:
+    return {name: end[name].astype(np.float64) - start[name] for name in end}
+
+
+def average_stddevs(plan: TrainingPlan, state: ServerState) -> Floats:
+    """Return the noise's standard deviations on the average of the round after a state: [D]."""
+    stddevs = plan.mechanism_at(state.clipping_norms).tensor_stddevs
     sizes = plan.layout.sizes
     return np.repeat([stddevs[name] for name in sizes], [*sizes.values()])
 
@@ -103,45 +108,45 @@ class Distinguisher:
     of: Callable[[Released], float]
 
     def __call__(self, released: Released) -> float:
-        """The number; finite, whatever was released."""
-        found = float(self.of(released))
-        return found if math.isfinite(found) else _LARGEST
+        """Return the number; it is finite, whatever was released."""
+        number = float(self.of(released))
+        return number if math.isfinite(number) else _LARGEST
 
 
 @dataclass(frozen=True)
 class Enemy:
-    """Who knows all data, and trains the engine on each user alone to learn what it adds."""
+    """An enemy who knows all data, and runs the engine on single users to learn what each adds."""
 
     plan: TrainingPlan
     start: ServerState
     transport: Transport  # to the population with the user
-    places: Integers  # [N', k] of each stored user; the last is the one that differs
+    places: Integers  # [N', k], of each stored user; the last user is the one that differs
 
-    def added(self, before: ServerState, places: Integers) -> Floats:
-        """What one place of a user adds, of their mean, in the round after a state: [D].
+    def added(self, state: ServerState, places: Integers) -> Floats:
+        """Return the mean contribution of a user's places in the round after a state: [D].
 
-        As all averages, in standard deviations of the noise.
+        Like all averages, it is in standard deviations of the noise.
         """
         plan = self.plan
-        at = RoundAttempt(plan.run, before.round + 1, 0)
-        request = round_request(plan, before, at, places, SeededEntropy(0))
+        at = RoundAttempt(plan.run, state.round + 1, 0)
+        request = round_request(plan, state, at, places, SeededEntropy(0))
         clipping = request.clipping
         try:
             total = add_up(self.transport.collect(request), clipping, len(places)).total
-        except Exception:  # an engine that raises for the user is told by how its runs end
+        except Exception:  # if the engine raises for the user, the ends of runs reveal it
             return np.zeros(plan.layout.dimension)
-        query = plan.mechanism_at(before.clipping_norms).query
-        named = clipping.layout.unflatten(query.averaged(total))
-        sent = {name: named[name] for name in plan.layout.names}
-        return plan.layout.flatten(sent) / average_stddevs(plan, before) / len(places)
+        query = plan.mechanism_at(state.clipping_norms).query
+        tensors = clipping.layout.unflatten(query.averaged(total))
+        update = {name: tensors[name] for name in plan.layout.names}
+        return plan.layout.flatten(update) / average_stddevs(plan, state) / len(places)
 
     @cached_property
     def first(self) -> Floats:
-        """What a place of each user adds in the first round: [N', D]."""
+        """The mean contribution of each user's places in the first round: [N', D]."""
         return np.array([self.added(self.start, places) for places in self.places])
 
     def seen(self, released: Released) -> Floats:
-        """Each round along what each user adds in the first, and its norm: [T·(N' + 1)]."""
+        """Return each round's projections on users' first contributions, and norm: [T·(N' + 1)]."""
         along = released.averages @ self.first.T
         norms = np.linalg.norm(released.averages, axis=1, keepdims=True)
         return np.hstack([along, norms]).ravel()
@@ -149,7 +154,7 @@ class Enemy:
 
 @dataclass(frozen=True)
 class ReleaseMoments:
-    """What several runs of one world released."""
+    """Moments of the releases of several runs of one world."""
 
     mean: Floats  # of their `numbers`: [T, K]
     variance: Floats  # likewise
@@ -157,43 +162,45 @@ class ReleaseMoments:
 
     @classmethod
     def of(cls, runs: Iterable[Released], enemy: Enemy) -> "ReleaseMoments":
-        """Of at least one run; no more than one is held at a time (Welford 1962)."""
-        seen, mean, squares = list[Floats](), np.zeros(()), np.zeros(())
+        """Compute the moments of at least one run, with one run in memory (Welford 1962)."""
+        vectors, mean, squares = list[Floats](), np.zeros(()), np.zeros(())
         for released in runs:
-            seen.append(enemy.seen(released))
+            vectors.append(enemy.seen(released))
             away = released.numbers - mean
-            mean = mean + away / len(seen)
+            mean = mean + away / len(vectors)
             squares = squares + away * (released.numbers - mean)
-        return cls(mean, squares / len(seen), np.array(seen))
+        return cls(mean, squares / len(vectors), np.array(vectors))
 
 
 @dataclass(frozen=True)
 class OwnUpdate:
-    """How likely the releases are with the user, beside how likely they are without it.
+    """The likelihood ratio of the releases with and without the user.
 
-    The enemy knows the contribution c of the user at each released model, and those of others, C,
-    at the first. A cohort holds the user j times with probability P(j), binomial over its k places.
-    So a round that released r, of which the mean without the user is m, adds
-    log Σ_j P(j)·exp(j·⟨w, r − m⟩ − j²·⟨w, c⟩/2) with w = Σ⁻¹c. That is the likelihood ratio if what
-    others add is normal, of covariance Σ − I = k·q·(1 − q)·CᵀC: that of their coins.
+    The enemy knows the contribution c of the user at each released model, and the contributions C
+    of others at the first. A cohort holds the user j times with probability P(j), binomial over its
+    k places. So a round that released r, whose mean without the user is m, adds
+    log Σ_j P(j)·exp(j·⟨w, r − m⟩ − j²·⟨w, c⟩/2) with w = Σ⁻¹c. This is the likelihood ratio if the
+    sum of others is normal with the covariance of their coins, Σ − I = k·q·(1 − q)·CᵀC.
     """
 
     enemy: Enemy
     centre: Floats  # m: [T, D]
 
     def __call__(self, released: Released) -> float:
-        """The logarithm of the ratio over all rounds."""
-        enemy, before = self.enemy, released.start
-        told, j = 0.0, np.arange(enemy.places.shape[1] + 1)
+        """Return the logarithm of the ratio over all rounds."""
+        enemy, state = self.enemy, released.start
+        log_ratio, j = 0.0, np.arange(enemy.places.shape[1] + 1)
         rounds = zip(self.centre, released.averages, released.states, strict=False)
-        for centre, average, after in rounds:
-            first = before is released.start
-            own = enemy.first[-1] if first else enemy.added(before, enemy.places[-1])
-            way = own - self._others.T @ np.linalg.solve(self._inner, self._others @ own)
-            signal, square = float(way @ (average - centre)), float(way @ own)
-            told += float(logsumexp(self._log_drawn + j * signal - j**2 * square / 2.0))
-            before = after
-        return told
+        for centre, average, next_state in rounds:
+            first = state is released.start
+            update = enemy.first[-1] if first else enemy.added(state, enemy.places[-1])
+            direction = update - self._others.T @ np.linalg.solve(
+                self._inner, self._others @ update
+            )
+            signal, square = float(direction @ (average - centre)), float(direction @ update)
+            log_ratio += float(logsumexp(self._log_drawn + j * signal - j**2 * square / 2.0))
+            state = next_state
+        return log_ratio
 
     @cached_property
     def _others(self) -> Floats:
@@ -203,7 +210,7 @@ class OwnUpdate:
 
     @cached_property
     def _inner(self) -> Floats:
-        """What is left to invert, by the Woodbury identity."""
+        """The matrix that remains to be inverted, by the Woodbury identity."""
         return np.eye(len(self._others)) + self._others @ self._others.T
 
     @cached_property
@@ -219,64 +226,72 @@ class OwnUpdate:
 
 
 def learnt_direction(without: ReleaseMoments, with_one: ReleaseMoments) -> Distinguisher:
-    """Along the difference of means, each component in units of its variance.
+    """Return the projection on the difference of means, each component over its variance.
 
-    It finds what nobody thought of, if it is large: that of so many numbers is mostly noise.
+    It finds unexpected leaks if they are large: a direction of so many numbers is mostly noise.
     """
     variance = (without.variance + with_one.variance) / 2.0
-    way = (with_one.mean - without.mean) / np.where(variance > 0.0, variance, 1.0)
-    return Distinguisher("learnt direction", lambda released: float(np.vdot(way, released.numbers)))
+    direction = (with_one.mean - without.mean) / np.where(variance > 0.0, variance, 1.0)
+    return Distinguisher(
+        "learnt direction", lambda released: float(np.vdot(direction, released.numbers))
+    )
 
 
 def learnt_combination(
     enemy: Enemy, without: ReleaseMoments, with_one: ReleaseMoments
 ) -> Distinguisher:
-    """The linear discriminant (Fisher 1936) of what an enemy sees: all users' updates, and norms.
+    """Return the linear discriminant (Fisher 1936) of an enemy's view: users' updates, and norms.
 
-    It finds users that change what others add. The pooled covariance is shrunk to its diagonal, the
-    more the fewer runs there are.
+    It finds users that change the contributions of others. The pooled covariance is shrunk towards
+    its diagonal, more so for fewer runs.
     """
     runs, size = without.seen.shape
     pooled = (np.cov(without.seen, rowvar=False) + np.cov(with_one.seen, rowvar=False)) / 2.0
     share = min(1.0, size / (4.0 * runs))
-    own = np.diag(np.maximum(np.diag(pooled), 1e-12))
-    apart = with_one.seen.mean(0) - without.seen.mean(0)
-    way = np.linalg.solve((1.0 - share) * pooled + share * own + 1e-9 * own, apart)
-    return Distinguisher("learnt combination", lambda released: float(way @ enemy.seen(released)))
+    diagonal = np.diag(np.maximum(np.diag(pooled), 1e-12))
+    difference = with_one.seen.mean(0) - without.seen.mean(0)
+    direction = np.linalg.solve(
+        (1.0 - share) * pooled + share * diagonal + 1e-9 * diagonal, difference
+    )
+    return Distinguisher(
+        "learnt combination", lambda released: float(direction @ enemy.seen(released))
+    )
 
 
-def loss_on(what: str, task: Task, rows: HeldOut) -> Distinguisher:
-    """Mean loss of the last model on some rows."""
+def loss_on(rows_name: str, task: Task, rows: HeldOut) -> Distinguisher:
+    """Return the mean loss of the last model on some rows."""
 
     def loss(released: Released) -> float:
         last = released.states[-1] if released.states else released.start
         try:
             return evaluate(task, rows, torch.device("cpu"), last.model).loss
-        except Exception:  # of rows that no model can be evaluated on
+        except Exception:  # no model can be evaluated on these rows
             return 0.0
 
-    return Distinguisher(f"loss on {what}", loss)
+    return Distinguisher(f"loss on {rows_name}", loss)
 
 
 def always(plan: TrainingPlan) -> tuple[Distinguisher, ...]:
-    """All distinguishers of a plan that need no model and no other runs."""
-    found = [
+    """Return the distinguishers of a plan that need neither a model nor other runs."""
+    distinguishers = [
         Distinguisher("norm of updates", lambda r: float(np.linalg.norm(r.averages))),
         Distinguisher("rounds released", lambda r: len(r.results)),
         Distinguisher("charges", lambda r: len(r.charges)),
         Distinguisher("attempts", lambda r: sum(row.attempt for row in r.charges)),
     ]
-    found += [
+    distinguishers += [
         _mean_of(metric.name, "scalar_metrics", metric.name)
         for metric in plan.reported
         if metric.shape == ()
     ]
     for group in plan.groups if plan.adaptive else ():
-        found.append(_mean_of(f"unclipped of {group.name}", "unclipped", group.name))
-        found.append(_mean_of(f"clipping norm of {group.name}", "clipping_norms", group.name))
-    return tuple(found)
+        distinguishers.append(_mean_of(f"unclipped of {group.name}", "unclipped", group.name))
+        distinguishers.append(
+            _mean_of(f"clipping norm of {group.name}", "clipping_norms", group.name)
+        )
+    return tuple(distinguishers)
 
 
 def _mean_of(name: str, table: str, entry: str) -> Distinguisher:
-    """The mean over rounds of an entry of one of the tables of numbers that a result has."""
+    """Return the mean over rounds of an entry in one of a result's tables of numbers."""
     return Distinguisher(name, lambda run: run.mean_of(lambda r: getattr(r, table)[entry]))

@@ -1,6 +1,6 @@
-"""Pairs of populations that differ in one user, each of which attacks the engine in its own way.
+"""Pairs of populations that differ in one user; each pair attacks the engine in its own way.
 
-A pair is made of a plan's own users and fields. The user that differs is the last one, so that all
+A pair consists of a plan's own users and fields. The user that differs is the last one, so all
 others have the same positions in both worlds, and N, a public constant, is the same. By the
 relation "replace one", the last user of the other world is an ordinary one; otherwise it is absent.
 """
@@ -21,19 +21,19 @@ from fedpriv.training.request import RoundRequest, Transport
 
 Rows = Mapping[str, Array]  # of one user, by field
 Places = npt.NDArray[np.int64]  # of one user among all that may be drawn
-_MANY = 100  # how many times as many rows as an ordinary user a far larger one has
+_MANY = 100  # factor on the number of rows of a far larger user
 _FULL = 8  # rows that each user has
 _SECONDS = 1.0  # of a node's time for each user
 _LARGE, _TINY, _SUBNORMAL = 1e4, 1e-20, 1e-40
 
 
 class UnfitError(FedprivError):
-    """A population does not fit a plan; the sentence says why."""
+    """A population does not fit a plan, for the reason in the message."""
 
 
 @dataclass(frozen=True)
 class Crowd:
-    """Ordinary users of a plan, of whom populations are made."""
+    """Ordinary users of a plan, from whom populations are made."""
 
     users: UserStore  # N ≥ 2, or records of another unit
     inputs: tuple[str, ...]  # fields that the model reads
@@ -43,7 +43,7 @@ class Crowd:
 
     @property
     def others(self) -> list[Rows]:
-        """The rows of all users but the last."""
+        """The rows of all users except the last."""
         return [self.users.examples_of(user) for user in range(self.users.population - 1)]
 
     @property
@@ -53,14 +53,14 @@ class Crowd:
 
     @property
     def classes(self) -> int:
-        """How many classes targets are of; UnfitError if they are none."""
+        """The number of classes of the targets; UnfitError if targets are not classes."""
         labels = self.users.fields[self.target]
         if labels.dtype.kind not in "iu":
             raise UnfitError("targets are not classes")
         return int(labels.max(initial=0)) + 1
 
     def changed(self, rows: Rows, change: Callable[[npt.NDArray[Any]], Array]) -> Rows:
-        """The rows with all inputs changed; UnfitError if they are not numbers with a fraction."""
+        """Return rows with all inputs changed; UnfitError if they are not floating-point."""
         if any(rows[name].dtype.kind != "f" for name in self.inputs):
             raise UnfitError("inputs are not floating-point numbers")
         with np.errstate(over="ignore", under="ignore"):
@@ -68,7 +68,7 @@ class Crowd:
         return {**rows, **new}
 
     def resized(self, rows: Rows, count: int) -> Rows:
-        """So many rows, the same ones again and again; UnfitError if a record has fewer."""
+        """Return `count` rows by repeating rows; UnfitError if a record may not have that many."""
         if self.most is not None and count > self.most:
             raise UnfitError(f"it needs {count} rows of a record, which has at most {self.most}")
         return {
@@ -82,13 +82,13 @@ class Pair:
 
     without: UserStore
     with_one: UserStore  # its last user is the one that differs
-    # How sums travel to the server where the user is, who has these places; else all arrive.
+    # The transport in the world with the user, who has these places; by default, all sums arrive.
     carried: Callable[[InProcessTransport, Places], Transport] = lambda transport, _: transport
 
 
 @dataclass(frozen=True)
 class KeptPopulation:
-    """A pair of populations that is kept, since it found a fault once or would find one."""
+    """A pair of populations that belongs to the suite, because it found, or would find, a fault."""
 
     name: str
     attacks: str
@@ -96,21 +96,21 @@ class KeptPopulation:
 
 
 def store_of(users: Sequence[Rows]) -> UserStore:
-    """The rows of users, at least one, as a store; ids are positions."""
+    """Return the rows of users, at least one, as a store; ids are positions."""
     fields = {name: np.concatenate([rows[name] for rows in users]) for name in users[0]}
     sizes = [len(next(iter(rows.values()))) for rows in users]
     return UserStore(fields, offsets_of(sizes))
 
 
-def pair_of(crowd: Crowd, one: Rows, others: Sequence[Rows] | None = None) -> Pair:
-    """One user beside others, by default the ordinary ones, and they without it.
+def pair_of(crowd: Crowd, special: Rows, others: Sequence[Rows] | None = None) -> Pair:
+    """Return a pair of other users, by default the ordinary ones, with and without a special user.
 
-    Where a user is replaced, the other world has the rows of the last but one in its place: the
-    last one's own would leave `alone` and `every-label` two worlds that are the same.
+    If a user is replaced, the other world has the rows of the last but one in its place: with the
+    last one's own rows, both worlds of `alone` and `every-label` would be the same.
     """
     others = crowd.others if others is None else others
     without = [*others, crowd.others[-1]] if crowd.replaced else others
-    return Pair(store_of(without), store_of([*others, one]))
+    return Pair(store_of(without), store_of([*others, special]))
 
 
 def _alone(crowd: Crowd) -> Pair:
@@ -119,8 +119,8 @@ def _alone(crowd: Crowd) -> Pair:
 
 
 def _cancelling(crowd: Crowd) -> Pair:
-    one = crowd.changed(crowd.last, np.negative)
-    return pair_of(crowd, one, [crowd.last] * len(crowd.others))
+    special = crowd.changed(crowd.last, np.negative)
+    return pair_of(crowd, special, [crowd.last] * len(crowd.others))
 
 
 def _every_label(crowd: Crowd) -> Pair:
@@ -168,8 +168,8 @@ def _many(crowd: Crowd) -> Rows:
 
 
 def _full_chunk(crowd: Crowd) -> Pair:
-    alike = [crowd.resized(rows, _FULL) for rows in (*crowd.others, crowd.last)]
-    return pair_of(crowd, alike[-1], alike[:-1])
+    resized = [crowd.resized(rows, _FULL) for rows in (*crowd.others, crowd.last)]
+    return pair_of(crowd, resized[-1], resized[:-1])
 
 
 def _undrawn(crowd: Crowd) -> Pair:
@@ -179,22 +179,22 @@ def _undrawn(crowd: Crowd) -> Pair:
 
 @dataclass(frozen=True)
 class _Meddling(Transport):
-    """A transport to nodes of which one does not do its part for its only user."""
+    """A transport to nodes, one of which misbehaves for its only user."""
 
     honest: Transport
     places: Places  # of that user
-    overstated: bool  # whether the node sends a sum beyond the clipping norm, and not none
+    overstated: bool  # whether the node sends a sum beyond the clipping norm; else it sends none
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
-        """Yield the sums of all other users, and what the node makes of its own."""
-        own = np.isin(request.users, self.places)
-        yield from self.honest.collect(replace(request, users=request.users[~own]))
-        if own.any() and self.overstated:
+        """Yield the sums of all other users, and the node's own sum, if any."""
+        own_users = np.isin(request.users, self.places)
+        yield from self.honest.collect(replace(request, users=request.users[~own_users]))
+        if own_users.any() and self.overstated:
             total = np.full(request.clipping.layout.dimension, 2**40, np.int64)
             yield PartialSum("its node", 1, total, request.clipping.weight_cap)
 
     def release_resources(self) -> None:
-        """As the honest one."""
+        """Release the resources of the honest transport."""
         self.honest.release_resources()
 
 
@@ -205,11 +205,11 @@ class _Node(Transport):
     honest: InProcessTransport
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
-        """Yield the sums of users, of whom each may take as long."""
+        """Yield the sums of users, each with the same time limit."""
         yield from (partial for _, partial in self.honest.by_chunk(request, _SECONDS))
 
     def release_resources(self) -> None:
-        """As the one in this process."""
+        """Release the resources of the transport in this process."""
         self.honest.release_resources()
 
 
@@ -266,4 +266,4 @@ POPULATIONS = {
         ),
     )
 }
-"""All of them, by name."""
+"""All populations, by name."""

@@ -1,4 +1,4 @@
-"""What the suite finds with several populations, as a table or as JSON."""
+"""Results of the suite with several populations, as a table or as JSON."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ from simulations.attack.suite import AttackedPlan, Finding, attack, certifying
 
 @dataclass(frozen=True)
 class Report:
-    """What an attack found, for readers and programs."""
+    """Results of an attack, for readers and programs."""
 
     name: str  # of the experiment
     target: AttackedPlan
@@ -27,11 +27,17 @@ class Report:
     def of(
         cls, name: str, target: AttackedPlan, populations: Sequence[KeptPopulation], runs: int
     ) -> "Report":
-        """Attack a target with each population; lines on stderr show how far it is."""
+        """Attack a target with each population; lines on stderr show the progress."""
         with displayed(Console(stderr=True)) as display:
             findings = [
-                _find(target, kept, runs, display, f"{number} of {len(populations)}: {kept.name}")
-                for number, kept in enumerate(populations, 1)
+                _find(
+                    target,
+                    population,
+                    runs,
+                    display,
+                    f"{number} of {len(populations)}: {population.name}",
+                )
+                for number, population in enumerate(populations, 1)
             ]
         return cls(name, target, runs, tuple(findings))
 
@@ -47,7 +53,7 @@ class Report:
 
     @property
     def most(self) -> float:
-        """What so many runs certify at most, for any engine."""
+        """The largest bound that this number of runs can certify, for any engine."""
         return largest_certifiable(certifying(self.runs), self.target.budget.delta)
 
     @property
@@ -73,7 +79,7 @@ class Report:
 
     @property
     def content(self) -> Mapping[str, Any]:
-        """All of it as values of JSON."""
+        """The report as values of JSON."""
         plan = self.target.plan
         return {
             "experiment": self.name,
@@ -90,22 +96,22 @@ class Report:
 
     @property
     def remarks(self) -> Iterator[str]:
-        """What a reader of the table must know."""
+        """Remarks that a reader of the table needs."""
         yield (
             f"Each bound holds at {CONFIDENCE:.0%} confidence; {self.runs:,} runs certify at most "
             f"{epsilon_down(self.most)}, whatever they see."
         )
         if self.most <= self.ledger_epsilon < float("inf"):
-            needed = self.runs
+            runs = self.runs
             while (
-                largest_certifiable(certifying(needed), self.target.budget.delta)
+                largest_certifiable(certifying(runs), self.target.budget.delta)
                 <= self.ledger_epsilon
             ):
-                needed *= 2
-            yield f"That cannot refute the ledger; --runs {needed} could."
+                runs *= 2
+            yield f"That cannot refute the ledger; --runs {runs} could."
 
     def print(self) -> None:
-        """Print the table, what must be known of it, and refutations in red."""
+        """Print the table, its remarks, and refutations in red."""
         console = Console(highlight=False, markup=False, emoji=False)
         print_table(self.table, console)
         for remark in self.remarks:
@@ -121,30 +127,32 @@ class Report:
 
 
 def _find(
-    target: AttackedPlan, kept: KeptPopulation, runs: int, display: Display, name: str
+    target: AttackedPlan, population: KeptPopulation, runs: int, display: Display, name: str
 ) -> Finding:
-    rounds, done = target.plan.rounds, 0
+    rounds, rounds_done = target.plan.rounds, 0
     line = display.add(name, total := (2 * runs + 1) * rounds)
 
     def show() -> None:
-        nonlocal done
-        done += rounds
-        display.update(line, done)
+        nonlocal rounds_done
+        rounds_done += rounds
+        display.update(line, rounds_done)
         display.tell()
 
-    finding = attack(target, kept, runs, on_run=show)
-    found = finding.certificate
-    display.update(line, total, f"ε ≥ {epsilon_down(found.epsilon)}" if found else finding.verdict)
+    finding = attack(target, population, runs, on_run=show)
+    certificate = finding.certificate
+    display.update(
+        line, total, f"ε ≥ {epsilon_down(certificate.epsilon)}" if certificate else finding.verdict
+    )
     return finding
 
 
 def _row(finding: Finding) -> tuple[str, ...]:
-    found, kept = finding.certificate, finding.population
-    if found is None:
-        return kept.name, kept.attacks, "", "", "", finding.verdict
-    bounds = epsilon_down(found.epsilon), epsilon_up(finding.ledger_epsilon)
-    best = finding.distinguisher if found.epsilon else ""
-    return kept.name, kept.attacks, *bounds, best, finding.verdict
+    certificate, population = finding.certificate, finding.population
+    if certificate is None:
+        return population.name, population.attacks, "", "", "", finding.verdict
+    bounds = epsilon_down(certificate.epsilon), epsilon_up(finding.ledger_epsilon)
+    distinguisher = finding.distinguisher if certificate.epsilon else ""
+    return population.name, population.attacks, *bounds, distinguisher, finding.verdict
 
 
 def _content(finding: Finding) -> dict[str, object]:
@@ -153,8 +161,8 @@ def _content(finding: Finding) -> dict[str, object]:
         "attacks": finding.population.attacks,
         "verdict": finding.verdict,
     }
-    if (found := finding.certificate) is not None:
-        content |= {"epsilon_low": found.epsilon, "ledger_epsilon": finding.ledger_epsilon}
-        counts = {key: value for key, value in asdict(found).items() if key != "epsilon"}
+    if (certificate := finding.certificate) is not None:
+        content |= {"epsilon_low": certificate.epsilon, "ledger_epsilon": finding.ledger_epsilon}
+        counts = {key: value for key, value in asdict(certificate).items() if key != "epsilon"}
         content |= {"distinguisher": finding.distinguisher, **counts}
     return content

@@ -1,10 +1,10 @@
-"""What attacks certify of DIGITS, and what they do of engines that are broken on purpose.
+"""Bounds that attacks certify for DIGITS, and for engines that are broken on purpose.
 
     python -m simulations.attack.study [--epsilon 2 8] [--runs 1000] [--folder FOLDER]
 
-All kept populations attack two rounds of `digits` over its first 20 users, at each ε. Engines of
-`broken_engines` are each attacked with the population that is for them, at ε = 2; where it takes
-knowing who is drawn to see what leaks, everybody is. What is in the folder is not done again.
+All populations attack two rounds of `digits` over its first 20 users, at each ε. Each engine of
+`broken_engines` is attacked with one population that shows its fault, at ε = 2; if a leak shows
+only when the cohort is known, everybody is drawn. Attempts in the folder are not repeated.
 """
 
 import argparse
@@ -30,9 +30,9 @@ Row = dict[str, Any]  # values of JSON
 
 @dataclass(frozen=True)
 class Attempt:
-    """What is attacked, and by what."""
+    """An engine and the population that attacks it."""
 
-    engine: str  # how it is broken, for readers
+    engine: str  # its fault, for readers
     broken: Broken
     population: str
     runs: int = 400  # of each world
@@ -41,7 +41,7 @@ class Attempt:
 
     @property
     def key(self) -> Row:
-        """What tells it from others, as values of JSON."""
+        """Values of JSON that identify the attempt."""
         names = ("engine", "population", "runs", "epsilon", "drawn")
         return {name: getattr(self, name) for name in names}
 
@@ -65,26 +65,26 @@ BROKEN = (
 
 
 def attacked(attempt: Attempt) -> Row:
-    """What was found, with the engine and the plan."""
+    """Make an attempt; return the result, with the engine and the plan."""
     keys = f"privacy.epsilon={attempt.epsilon}", f"privacy.sampling_probability={attempt.drawn}"
     config = load_config(experiment_file(Path("digits")), keys)
     target = AttackedPlan.of(config, population_of(config), ROUNDS, USERS)
     with attempt.broken():
         report = Report.of("digits", target, [POPULATIONS[attempt.population]], attempt.runs)
     content = dict(report.content)
-    (found,) = content.pop("populations")
-    return {**attempt.key, **content, **found}
+    (population,) = content.pop("populations")
+    return {**attempt.key, **content, **population}
 
 
 def missing(attempts: Sequence[Attempt], rows: Sequence[Row]) -> Iterator[Attempt]:
-    """Attempts of which there is no row."""
+    """Yield attempts that have no row."""
     for attempt in attempts:
         if not any(attempt.key.items() <= row.items() for row in rows):
             yield attempt
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    """A row for each engine and population."""
+    """Return a table with a row for each engine and population."""
     columns = [
         Column("engine", "text"),
         Column("population", "text"),
@@ -116,18 +116,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--epsilon", type=float, nargs="+", default=[2.0, 8.0])
     parser.add_argument("--runs", type=int, default=1000, help="of each world, of the real engine")
     parser.add_argument("--folder", type=Path, default=Path(__file__).parents[1] / "results")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     real = [
-        Attempt("as it is", nullcontext, name, given.runs, epsilon)
-        for epsilon in given.epsilon
+        Attempt("as it is", nullcontext, name, options.runs, epsilon)
+        for epsilon in options.epsilon
         for name in POPULATIONS
     ]
-    attempts, rows = (*real, *BROKEN), read_results(given.folder, "attack")
+    attempts, rows = (*real, *BROKEN), read_results(options.folder, "attack")
     for attempt in missing(attempts, rows):
         rows.append(attacked(attempt))
-        write_numbers(rows, given.folder, "attack")
-    asked = [row for each in attempts for row in rows if each.key.items() <= row.items()]
-    write_results(table_of(asked), asked, given.folder, "attack")
+        write_numbers(rows, options.folder, "attack")
+    chosen = [row for attempt in attempts for row in rows if attempt.key.items() <= row.items()]
+    write_results(table_of(chosen), chosen, options.folder, "attack")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The attack suite: many short runs of a plan in two worlds, and what they certify of its ε.
+"""The attack suite: many short runs of a plan in two worlds, and the bound on ε that they certify.
 
-A run is the real thing: the plan's engine, clipping, rounds and ledger, with noise and coins of the
-operating system, in fresh files. Nothing of it is kept but what it released. Of the runs of a pair
-of populations a quarter teaches directions, a quarter chooses one distinguisher, threshold and
-side, and half certifies that choice alone: see `certification`.
+A run is real: it has the plan's engine, clipping, rounds and ledger, with noise and coins of the
+operating system, in fresh files. Only its releases are stored. A quarter of the runs of a pair of
+populations is for learning directions, a quarter for choosing one distinguisher, threshold and
+side, and half certifies only that choice: see `certification`.
 """
 
 import logging
@@ -53,61 +53,66 @@ from simulations.attack.populations import Crowd, KeptPopulation, Pair, UnfitErr
 _RUN = "attack"  # name of each run in its own ledger
 _HELD_OUT_ROWS = 200  # on which losses are measured
 _FEWEST_RUNS = 8
-# Of the plan.
+# Sections of the plan.
 _LEFT_OUT = ("seed", "run", "audit", "federated_evaluation", "personalisation")
 _MEMORY = Path("/dev/shm")
 
 Entropies = Callable[[int], Entropy]
-"""Where the coins and the noise of a run come from, by its number."""
+"""The source of a run's coins and noise, by its number."""
 
 
 @dataclass(frozen=True)
 class AttackedPlan:
-    """A plan as it is attacked: short, with few users, and stepping by the released average."""
+    """The attacked form of a plan: short, with few users, and stepping by the released average."""
 
     experiment: Experiment
-    plan: TrainingPlan  # that of each run
+    plan: TrainingPlan  # of each run
     start: ServerState
     budget: PrivacyBudget  # of each run
-    crowd: Crowd  # the users of whom populations are made
+    crowd: Crowd  # the users from whom populations are made
 
     @classmethod
     def of(cls, config: Config, population: Population, rounds: int, users: int) -> "AttackedPlan":
-        """The plan of a configuration over the first so many users that have rows.
+        """Return the plan of a configuration over the first `users` users that have rows.
 
-        The noise is calibrated to so many rounds, unless it is given. InvalidValueError if there is
-        none; DataError if there are no two users, or rows have several owners.
+        The noise is calibrated to `rounds` rounds, unless the configuration sets it.
+        InvalidValueError if there is no noise; DataError if there are fewer than two users, or rows
+        have several owners.
         """
         check_count("rounds", rounds)
         check_count("users", users, least=2)
         left_out = dict.fromkeys(_LEFT_OUT)
         quiet = {"trackers": (), "output": OutputSection()}
-        short = config.model_copy(update={"rounds": rounds, **left_out, **quiet})
-        mechanism = short.mechanism()
+        shortened = config.model_copy(update={"rounds": rounds, **left_out, **quiet})
+        mechanism = shortened.mechanism()
         records = records_of(population, mechanism).users
         if ROW_OWNERS in records.fields:
-            raise DataError("rows have several owners; attacks know rows of one user alone")
+            raise DataError("rows have several owners; attacks need rows of one user each")
         chosen = np.flatnonzero(records.sizes)[:users]
         if len(chosen) < 2:
             raise DataError(f"{len(chosen)} users with rows are to be attacked; two are needed")
-        name, few = population.name, records.subset(chosen)
-        experiment = build(short, _RUN, name, len(chosen), population.test, method_of(short))
+        name, subset = population.name, records.subset(chosen)
+        experiment = build(
+            shortened, _RUN, name, len(chosen), population.test, method_of(shortened)
+        )
         plan = replace(experiment.plan, optimizer=FedAvg())
         if plan.noise_multiplier == 0.0:
             raise InvalidValueError("the plan has no noise; ε is infinite and cannot be refuted")
         task = experiment.task
         inputs = (task.inputs,) if isinstance(task.inputs, str) else task.inputs
-        fields = {field: few.fields[field] for field in task.fields}
-        most = None if mechanism.unit is Unit.USER else mechanism.microbatch or 1
+        fields = {field: subset.fields[field] for field in task.fields}
+        rows_per_record = None if mechanism.unit is Unit.USER else mechanism.microbatch or 1
         replaced = plan.sampling.event().relation is NeighbouringRelation.REPLACE_ONE
-        crowd = Crowd(UserStore(fields, few.offsets), inputs, task.targets, most, replaced)
+        crowd = Crowd(
+            UserStore(fields, subset.offsets), inputs, task.targets, rows_per_record, replaced
+        )
         start = replace(experiment, plan=plan).initial_state
-        # Runs charge the same events again and again, and pricing them takes longer than a run.
+        # All runs charge the same events, and pricing them takes longer than a run.
         budget = replace(experiment.budget, price=lru_cache(experiment.budget.price))
         return cls(experiment, plan, start, budget, crowd)
 
     def transport(self, users: UserStore) -> InProcessTransport:
-        """To users of this machine."""
+        """Return a transport to users of this machine."""
         experiment, sampling = self.experiment, self.plan.sampling
         engine = experiment.config.engine
         if isinstance(sampling, ExampleSampling):
@@ -118,53 +123,53 @@ class AttackedPlan:
             experiment.device,
             chunk_memory_of(engine.chunk_mebibytes, experiment.device),
             activations=engine.activations,
-            processes=engine.processes or 1,  # a cohort of few is trained before it is sent
+            processes=engine.processes or 1,  # training a small cohort is faster than sending it
             path=engine.path,
         )
 
     def run(self, transport: Transport, entropy: Entropy) -> Released:
-        """One run in fresh files, and all that it released; if it raises, that is how it ended."""
-        plan, steps, ended = self.plan, [], ""
+        """Run once in fresh files, and return the releases; `ended` names an error if it raised."""
+        plan, steps, reason = self.plan, [], ""
         with TemporaryDirectory(dir=_scratch()) as folder:
             files = Path(folder, "ledger.sqlite"), Path(folder, "participation.sqlite")
             with PrivacyRecords.open(*files, plan.population, self.budget) as records:
                 rounds = train(plan, self.start, transport, records, entropy)
-                while not ended:
+                while not reason:
                     try:
                         steps.append(next(rounds))
                     except StopIteration as end:
-                        ended = str(end.value)
+                        reason = str(end.value)
                     except Exception as error:
-                        ended = f"{type(error).__name__}: {error}"
+                        reason = f"{type(error).__name__}: {error}"
                 charges = tuple(records.ledger.charges())
         states, results = zip(*steps, strict=True) if steps else ((), ())
-        return Released(plan, self.start, states, results, charges, ended)
+        return Released(plan, self.start, states, results, charges, reason)
 
 
 def _scratch() -> Path | None:
-    """Where each charge does not wait for a disk, unless TMPDIR says otherwise."""
+    """Return a folder in which charges do not wait for a disk, unless TMPDIR is set."""
     return _MEMORY if "TMPDIR" not in os.environ and os.access(_MEMORY, os.W_OK) else None
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What the runs of one pair of populations certify."""
+    """The result of the runs of one pair of populations."""
 
     population: KeptPopulation
     ledger_epsilon: float = 0.0  # ε of the events that one run charged, at the plan's δ
     certificate: Certificate | None = None  # None: the population does not fit the plan
-    distinguisher: str = ""  # which was certified
-    unfit: str = ""  # why it does not fit
+    distinguisher: str = ""  # the certified one
+    unfit: str = ""  # the reason why the population does not fit
 
     @property
     def refuted(self) -> bool:
-        """Whether what is certified contradicts the ledger."""
-        found = self.certificate
-        return found is not None and found.epsilon > self.ledger_epsilon
+        """Whether the certified bound contradicts the ledger."""
+        certificate = self.certificate
+        return certificate is not None and certificate.epsilon > self.ledger_epsilon
 
     @property
     def verdict(self) -> str:
-        """In a word, or why there is none."""
+        """The verdict in a word, or the reason why there is none."""
         if self.certificate is None:
             return f"skipped: {self.unfit}"
         return "refuted" if self.refuted else "consistent"
@@ -172,69 +177,77 @@ class Finding:
 
 def attack(
     target: AttackedPlan,
-    kept: KeptPopulation,
+    population: KeptPopulation,
     runs: int,
     *,
     entropies: Entropies = lambda _: OperatingSystemEntropy(),
     on_run: Callable[[], object] = lambda: None,
 ) -> Finding:
-    """Attack a plan with a pair of populations, by so many runs in each of the two worlds.
+    """Attack a plan with a pair of populations, by `runs` runs in each of the two worlds.
 
     `on_run` is called after each run. InvalidValueError if there are fewer than 8 runs, or if runs
-    without the user do not release all rounds, since then the plan cannot be attacked.
+    without the user do not release all rounds, because then the plan cannot be attacked.
     """
     if runs < _FEWEST_RUNS:
         raise InvalidValueError(f"runs is {runs}; it must be at least {_FEWEST_RUNS}")
     try:
-        pair = kept.pair(target.crowd)
+        pair = population.pair(target.crowd)
     except UnfitError as error:
-        return Finding(kept, unfit=str(error))
+        return Finding(population, unfit=str(error))
     places, honest = _places(target, pair), target.transport(pair.with_one)
     worlds = target.transport(pair.without), pair.carried(honest, places[-1])
     enemy = Enemy(target.plan, target.start, worlds[1], places)
-    delta, half, numbered = target.budget.delta, certifying(runs), count()
-    quarter = (runs - half) // 2
+    delta, certifying_runs, numbered = target.budget.delta, certifying(runs), count()
+    quarter = (runs - certifying_runs) // 2
 
     def released(world: Transport, runs: int) -> Iterator[Released]:
         for number in islice(numbered, runs):
             yield target.run(world, entropies(number))
             on_run()
 
-    def told(each: Distinguisher, world: Transport) -> Numbers:
-        return np.array([each(run) for run in released(world, half)])
+    def numbers_of(distinguisher: Distinguisher, world: Transport) -> Numbers:
+        return np.array([distinguisher(run) for run in released(world, certifying_runs)])
 
-    # Thousands of runs train users that fail, which is what they are for; in models this small,
-    # threads wait for each other.
+    # Thousands of runs train users that fail on purpose. In models this small, several threads
+    # would only wait for each other.
     with silenced(logging.WARNING), computing_with(1):
-        (tried,) = released(worlds[0], 1)
-        if len(tried.results) < target.plan.rounds:
-            raise InvalidValueError(f"a run ends after {len(tried.results)} rounds: {tried.ended}")
-        learnt = [ReleaseMoments.of(released(world, quarter), enemy) for world in worlds]
-        every = _distinguishers(target, pair, enemy, learnt[0], learnt[1])
+        (trial,) = released(worlds[0], 1)
+        if len(trial.results) < target.plan.rounds:
+            raise InvalidValueError(f"a run ends after {len(trial.results)} rounds: {trial.ended}")
+        moments = [ReleaseMoments.of(released(world, quarter), enemy) for world in worlds]
+        every = _distinguishers(target, pair, enemy, moments[0], moments[1])
         columns = [
-            np.array([[each(run) for each in every] for run in released(world, quarter)]).T
+            np.array(
+                [
+                    [distinguisher(run) for distinguisher in every]
+                    for run in released(world, quarter)
+                ]
+            ).T
             for world in worlds
         ]
-        tests = [best_test(one, other, delta) for one, other in zip(*columns, strict=True)]
+        tests = [
+            best_test(without_user, with_user, delta)
+            for without_user, with_user in zip(*columns, strict=True)
+        ]
         chosen = max(range(len(every)), key=lambda at: tests[at][0])
-        final = [told(every[chosen], world) for world in worlds]
+        final = [numbers_of(every[chosen], world) for world in worlds]
     for world in worlds:
         world.release_resources()
-    ledger = epsilon_of(paid_events(tried.charges), delta).epsilon
-    found = certify(tests[chosen][1], final[0], final[1], delta)
-    return Finding(kept, ledger, found, every[chosen].name)
+    ledger = epsilon_of(paid_events(trial.charges), delta).epsilon
+    certificate = certify(tests[chosen][1], final[0], final[1], delta)
+    return Finding(population, ledger, certificate, every[chosen].name)
 
 
 def certifying(runs: int) -> int:
-    """How many of the runs of each world certify what the others chose."""
+    """Return how many of the runs of each world certify the choice of the other runs."""
     return runs - 2 * (runs // 4)
 
 
 def _places(target: AttackedPlan, pair: Pair) -> Integers:
-    """Of each user of the population with the one that differs, who is the last: [N', k]."""
+    """Return the places of each user in the world with the special user, the last: [N', k]."""
     sampling, users = target.plan.sampling, pair.with_one.population
-    each = sampling.places // sampling.population
-    return np.arange(users * each).reshape(users, each)
+    per_user = sampling.places // sampling.population
+    return np.arange(users * per_user).reshape(users, per_user)
 
 
 def _distinguishers(
@@ -244,17 +257,17 @@ def _distinguishers(
     without: ReleaseMoments,
     with_one: ReleaseMoments,
 ) -> tuple[Distinguisher, ...]:
-    """All of a plan, given what runs of both worlds released."""
+    """Return all distinguishers of a plan, given releases of runs in both worlds."""
     plan, task, rows_held_out = target.plan, target.experiment.task, target.experiment.held_out
     centre = without.mean[:, : plan.layout.dimension]
-    found = [
+    distinguishers = [
         Distinguisher("own update", OwnUpdate(enemy, centre)),
         learnt_combination(enemy, without, with_one),
         learnt_direction(without, with_one),
     ]
-    tried = {name: column[:_HELD_OUT_ROWS] for name, column in rows_held_out.items()}
+    first_rows = {name: column[:_HELD_OUT_ROWS] for name, column in rows_held_out.items()}
     last = pair.with_one.examples_of(pair.with_one.population - 1)
-    for what, rows in {"held-out rows": tried, "the user's rows": last}.items():
+    for rows_name, rows in {"held-out rows": first_rows, "the user's rows": last}.items():
         if not task.personal and len(rows.get(task.targets, ())):
-            found.append(loss_on(what, task, rows))
-    return (*found, *always(plan))
+            distinguishers.append(loss_on(rows_name, task, rows))
+    return (*distinguishers, *always(plan))

@@ -1,1 +1,1 @@
-"""The engine beside its rivals: the same work by each, in one run on one machine."""
+"""Comparison of the engine with its rivals: the same work by each, in one run on one machine."""

@@ -1,4 +1,4 @@
-"""One contestant at a time: each in processes of its own, stopped while it is not its turn."""
+"""Turns of contestants, each in its own processes, which are stopped between turns."""
 
 import multiprocessing
 import signal
@@ -20,7 +20,7 @@ _LONGEST_END = 60.0  # seconds; Ray takes a few
 
 @dataclass(frozen=True)
 class Setting:
-    """What a contestant is started with."""
+    """The arguments with which a contestant is started."""
 
     contestant: str  # its name
     work: str  # name of the work
@@ -31,14 +31,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Process:
-    """One of a contestant's, stopped until it is told to train."""
+    """A process of a contestant, stopped until it must train."""
 
     name: str  # of the contestant
     process: subprocess.Popen[bytes]
     pipe: Connection
 
     def begin(self, turn: Turn) -> None:
-        """Go on, and train."""
+        """Continue the process, and let it train."""
         self.process.send_signal(signal.SIGCONT)
         try:
             self.pipe.send(turn)
@@ -46,18 +46,18 @@ class Process:
             raise self._ended() from error
 
     def end(self) -> Done:
-        """Wait for the end of a turn, and stop."""
+        """Wait for the end of a turn, and stop the process."""
         try:
-            done = self.pipe.recv()
+            answer = self.pipe.recv()
         except (EOFError, OSError) as error:
             raise self._ended() from error
         self.process.send_signal(signal.SIGSTOP)
-        if not isinstance(done, Done):
-            raise WorkerError(f"{self.name} sent a {type(done).__name__}; it must send a Done")
-        return done
+        if not isinstance(answer, Done):
+            raise WorkerError(f"{self.name} sent a {type(answer).__name__}; it must send a Done")
+        return answer
 
     def leave(self) -> None:
-        """End the process, also one that is stopped."""
+        """End the process, even if it is stopped."""
         self.process.send_signal(signal.SIGCONT)
         self.pipe.close()
         try:
@@ -67,7 +67,7 @@ class Process:
             self.process.wait()
 
     def _ended(self) -> WorkerError:
-        return WorkerError(f"the process of {self.name} has ended; see above why")
+        return WorkerError(f"the process of {self.name} has ended; see its output above")
 
 
 @dataclass(frozen=True)
@@ -79,17 +79,17 @@ class Player:
     def take(self, turn: Turn) -> Done:
         """Let it train while all others are stopped.
 
-        Several processes train an equal share of the users each, and a round takes as long as the
-        slowest of them: sending models and adding up sums cost them nothing.
+        Several processes train an equal share of the users each, and the slowest one determines the
+        time of a round: sending models and adding up sums is free for them.
         """
         for process, users in zip(self.processes, self._shares(turn.users), strict=True):
             process.begin(replace(turn, users=users))
-        done = [process.end() for process in self.processes]
-        slowest = max(done, key=lambda each: each.seconds)
-        return replace(slowest, total=np.sum([each.total for each in done], 0))
+        answers = [process.end() for process in self.processes]
+        slowest = max(answers, key=lambda answer: answer.seconds)
+        return replace(slowest, total=np.sum([answer.total for answer in answers], 0))
 
     def leave(self) -> None:
-        """End the processes, also those that are stopped."""
+        """End the processes, even if they are stopped."""
         for process in self.processes:
             process.leave()
 
@@ -101,7 +101,7 @@ class Player:
 
 @contextmanager
 def playing(settings: Mapping[str, Setting]) -> Iterator[dict[str, Player]]:
-    """Players by the names of their settings, whose processes end with the block."""
+    """Yield players by the names of their settings; their processes end with the context."""
     started: dict[str, list[Process]] = {name: [] for name in settings}
     try:
         for name, setting in settings.items():
@@ -114,11 +114,11 @@ def playing(settings: Mapping[str, Setting]) -> Iterator[dict[str, Player]]:
 
 
 def _started(name: str, setting: Setting) -> Process:
-    # A new interpreter: pfl works in none that multiprocessing has started.
-    ours, theirs = multiprocessing.Pipe()
-    with theirs:
-        end = theirs.fileno()
+    # A new interpreter, because pfl does not work in one that multiprocessing started.
+    parent_end, child_end = multiprocessing.Pipe()
+    with child_end:
+        end = child_end.fileno()
         arguments = [setting.contestant, setting.work, setting.device, str(setting.threads)]
         command = [sys.executable, "-m", "simulations.benchmarks.process", *arguments, str(end)]
         process = subprocess.Popen(command, pass_fds=[end], env=environment(setting.device))
-    return Process(name, process, ours)
+    return Process(name, process, parent_end)

@@ -1,12 +1,12 @@
-"""What an audit costs a run: processor time and memory with canaries, against the same without.
+"""The cost of an audit: processor time and memory of a run with canaries and without.
 
     python -m simulations.benchmarks.audit_cost --json simulations/results/audit_cost.json
 
-By default an MLP of 999,010 parameters, cohorts of 1,000 of a million users with one example each,
-and 10,000 canaries, five of whom are drawn and there in a round. All runs are whole ones of
-`fedpriv.simulate`, each in one thread of a process of its own, in alternation. Figures are medians:
-of processor time over all rounds but the first of each run, which tries shapes, and of the largest
-memory that a process ever had.
+By default there are an MLP of 999,010 parameters, cohorts of 1,000 of a million users with one
+example each, and 10,000 canaries, of whom five are present and drawn in a round on average. All
+runs are whole runs of `fedpriv.simulate`, each in one thread of its own process, in alternation.
+Figures are medians of processor time over all rounds except the first of each run, which tries
+shapes, and of the peak memory of processes.
 """
 
 import argparse
@@ -33,7 +33,7 @@ SECONDS, PEAK = "processor seconds", "peak MiB"
 
 
 def rounds_of(users: int, cohort: int, canaries: int, rounds: int) -> dict[str, Any]:
-    """Processor seconds of the rounds of a run, and the peak of its memory in MiB."""
+    """Run; return the processor seconds of the rounds, and the peak memory in MiB."""
     torch.set_num_threads(1)
     random = np.random.default_rng(0)
     x = random.standard_normal((users, INPUTS), dtype=np.float32)
@@ -67,50 +67,52 @@ def rounds_of(users: int, cohort: int, canaries: int, rounds: int) -> dict[str, 
 
 
 def _alone(*sizes: int) -> dict[str, Any]:
-    """What `rounds_of` gives in a process of its own."""
+    """Return the result of `rounds_of` in a new process."""
     options = zip(("--users", "--cohort", "--canaries", "--rounds"), map(str, sizes), strict=True)
     command = [sys.executable, "-m", "simulations.benchmarks.audit_cost", "--alone"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, *(part for pair in options for part in pair)],
         stdout=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         check=True,
     )
-    result: dict[str, Any] = json.loads(done.stdout)
+    result: dict[str, Any] = json.loads(process.stdout)
     return result
 
 
 def main() -> None:
-    """Measure, print and keep the figures."""
-    parser = argparse.ArgumentParser(description="what an audit costs a run")
+    """Measure, print and, if requested, write the figures."""
+    parser = argparse.ArgumentParser(description="the cost of an audit")
     parser.add_argument("--users", type=int, default=1_000_000)
     parser.add_argument("--cohort", type=int, default=1000)
     parser.add_argument("--canaries", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=4, help="runs of each, in alternation")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--alone", action="store_true", help="run once, and print what it took")
-    given = parser.parse_args()
-    sizes = [given.users, given.cohort, given.canaries, given.rounds]
-    if given.alone:
+    parser.add_argument("--alone", action="store_true", help="run once, and print its cost")
+    options = parser.parse_args()
+    sizes = [options.users, options.cohort, options.canaries, options.rounds]
+    if options.alone:
         print(json.dumps(rounds_of(*sizes)))
         return
-    found: dict[str, list[dict[str, Any]]] = {"without": [], "with": []}
-    for _ in range(given.repeats):
-        for name, canaries in (("without", 0), ("with", given.canaries)):
-            found[name].append(_alone(given.users, given.cohort, canaries, given.rounds))
-    times = {n: median(t for run in runs for t in run[SECONDS]) for n, runs in found.items()}
-    peaks = {name: median(run[PEAK] for run in runs) for name, runs in found.items()}
-    more, share = peaks["with"] - peaks["without"], times["with"] / times["without"] - 1.0
-    print(f"{share:.1%} more processor time a round, {more:.0f} MiB more memory")
-    if given.json:
-        kept = made_by("benchmarks.audit_cost", ["fedpriv", "torch", "numpy"]) | {
+    measurements: dict[str, list[dict[str, Any]]] = {"without": [], "with": []}
+    for _ in range(options.repeats):
+        for name, canaries in (("without", 0), ("with", options.canaries)):
+            measurements[name].append(
+                _alone(options.users, options.cohort, canaries, options.rounds)
+            )
+    times = {n: median(t for run in runs for t in run[SECONDS]) for n, runs in measurements.items()}
+    peaks = {name: median(run[PEAK] for run in runs) for name, runs in measurements.items()}
+    extra, share = peaks["with"] - peaks["without"], times["with"] / times["without"] - 1.0
+    print(f"{share:.1%} more processor time a round, {extra:.0f} MiB more memory")
+    if options.json:
+        content = made_by("benchmarks.audit_cost", ["fedpriv", "torch", "numpy"]) | {
             "users, cohort, canaries, rounds": sizes,
-            "runs": found,
+            "runs": measurements,
             "more processor time": share,
-            "more MiB": more,
+            "more MiB": extra,
         }
-        given.json.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+        options.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

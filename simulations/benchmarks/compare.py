@@ -1,13 +1,13 @@
-"""Our engine beside pfl, a plain PyTorch loop and others, on models that people train.
+"""Our engine compared with pfl, a plain PyTorch loop and others, on models that people train.
 
-A row is a work: a model, data and a plan; `works.WORKS` has them. Every contestant trains each user
+A row is a work: a model, data and a plan, from `works.WORKS`. Every contestant trains each user
 from the same model, clips its update and adds it up; noise is the same for all and left out. Each
-has a fresh process, whose first round is reported apart; then all sums are compared with the plain
-loop's, and contestants take turns of a second or one round, stopped while others train. Figures are
-medians over the turns. On a CPU they are of processor time, in one thread, so that other work on
-the machine counts little; of several processes that share the users, of the slowest.
+has a fresh process, whose first round is reported separately. Then all sums are compared with the
+plain loop's, and contestants take turns of a second or one round, stopped while others train.
+Figures are medians over the turns. On a CPU they are processor time, in one thread, so that other
+work on the machine counts little; if several processes share the users, the slowest one counts.
 
-`make bench-rivals` installs the rivals into an environment of their own and runs this:
+`make bench-rivals` installs the rivals into a separate environment and runs this:
 
     python -m simulations.benchmarks.compare --json simulations/results/benchmarks.json
     python -m simulations.benchmarks.compare --device cuda --json cuda.json
@@ -45,19 +45,19 @@ from simulations.benchmarks.table import (
 )
 from simulations.benchmarks.works import WORKS, Work
 
-_OTHERS = {"dpsgd": ("opacus",)}  # where a user is an example, and for nothing else
+_OTHERS = {"dpsgd": ("opacus",)}  # only for the row in which a user is an example
 _FLOWER = ("mlp", "cnn", "shakespeare", "softmax")
-"""Rows that Flower trains too: it takes as long for a message as for a user."""
+"""Rows that Flower trains too; its time per user is mostly that of a message."""
 _PACKAGES = {"pfl": ("pfl",), "flower": ("flwr", "ray"), "opacus": ("opacus",)}
-_SECONDS = 1.0  # a simulation is round after round: the first one after a rest is slower
-_MOST_PROCESSES = 5  # on a GPU, which no single one of a rival's fills
+_SECONDS = 1.0  # of a turn; the first round after a rest is slower than the rounds that follow
+_MOST_PROCESSES = 5  # on a GPU, which a single process of a rival does not fill
 _UNEQUAL, _EQUAL = "-pareto", "-equal"
 LARGE = ("mlp-2000", "cnn-2000")
-"""Rows of cohorts that keep a GPU busy; on a CPU a user costs as much in a smaller one."""
+"""Rows of cohorts that keep a GPU busy; on a CPU, smaller cohorts cost the same per user."""
 ON_GPU = ("shakespeare", "softmax", "dpsgd", "mlp-pareto", "transformer-pareto", *LARGE)
 ON_CPU = tuple(name for name in WORKS if name not in LARGE and not name.endswith(_EQUAL))
 REFERENCE = "reference"
-"""Name of the plain loop on the CPU, which all sums of a GPU are compared with."""
+"""Name of the plain loop on the CPU, with which all sums of a GPU are compared."""
 _AGREES = {"flower": 1e-2}  # a difference of two models in float32, times the number of users
 
 
@@ -68,36 +68,40 @@ def settings_of(
     threads: int,
     processes: Sequence[int] | None = None,
 ) -> dict[str, Setting]:
-    """Those that can do a work, by name, and with how many processes and threads."""
-    one = threads if device == "cuda" else 1
-    found = {name: Setting(name, work, device, one) for name in (OURS, "plain")}
+    """Return the contestants that can do a work, by name, with their processes and threads."""
+    own_threads = threads if device == "cuda" else 1
+    settings = {name: Setting(name, work, device, own_threads) for name in (OURS, "plain")}
     if device == "cpu":
-        found |= {name: Setting(name, work, device, 1) for name in (RULE, ALONE)}
+        settings |= {name: Setting(name, work, device, 1) for name in (RULE, ALONE)}
         if threads > 1:
-            found[FORKED] = Setting(OURS, work, device, threads)
+            settings[FORKED] = Setting(OURS, work, device, threads)
     if work.endswith(_UNEQUAL):
-        found[EQUAL] = Setting(OURS, work.removesuffix(_UNEQUAL) + _EQUAL, device, one)
-    most = _MOST_PROCESSES if device == "cuda" else threads
-    for count in processes or range(1, most + 1):
+        settings[EQUAL] = Setting(OURS, work.removesuffix(_UNEQUAL) + _EQUAL, device, own_threads)
+    process_count = _MOST_PROCESSES if device == "cuda" else threads
+    for count in processes or range(1, process_count + 1):
         name = "pfl" if count == 1 else f"pfl-{count}"
-        each = max(1, threads // count) if device == "cuda" else 1
-        found[name] = Setting("pfl", work, device, each, count)
-    others = (*_OTHERS.get(work, ()), *(["flower"] if work in _FLOWER else []))
-    found |= {name: Setting(name, work, device, threads) for name in others}
-    found = {name: setting for name, setting in found.items() if setting.contestant not in without}
-    return found if device == "cpu" else {**found, REFERENCE: Setting("plain", work, "cpu", 1)}
+        threads_each = max(1, threads // count) if device == "cuda" else 1
+        settings[name] = Setting("pfl", work, device, threads_each, count)
+    rivals = (*_OTHERS.get(work, ()), *(["flower"] if work in _FLOWER else []))
+    settings |= {name: Setting(name, work, device, threads) for name in rivals}
+    settings = {
+        name: setting for name, setting in settings.items() if setting.contestant not in without
+    }
+    return (
+        settings if device == "cpu" else {**settings, REFERENCE: Setting("plain", work, "cpu", 1)}
+    )
 
 
 def compare(name: str, settings: Mapping[str, Setting], repeats: int) -> Row:
-    """Measure a work, in so many turns of each contestant.
+    """Measure a work, in `repeats` turns of each contestant.
 
-    WorkerError: the sum of a contestant is another, or its process has ended.
+    WorkerError: the sum of a contestant differs, or its process has ended.
     """
     work = WORKS[name]()
     _say(f"{name}: {len(settings)} contestants train a first round, and their sums are compared")
     with playing(settings) as players:
         users = {c: range(work.users_in_a_turn(settings[c].contestant)) for c in players}
-        turns = {c: Turn(some, work.local, _SECONDS) for c, some in users.items()}
+        turns = {c: Turn(chosen, work.local, _SECONDS) for c, chosen in users.items()}
         first = {c: p.take(replace(turns[c], seconds=0.0)) for c, p in players.items()}
         differences = differences_of(work, {c: p for c, p in players.items() if c != EQUAL})
         _say(f"{name}: all sums agree; contestants take turns")
@@ -124,12 +128,14 @@ def compare(name: str, settings: Mapping[str, Setting], repeats: int) -> Row:
 
 
 def differences_of(work: Work, players: Mapping[str, Player]) -> dict[str, float]:
-    """Relative differences of sums from the reference's, of users whose rows are alike."""
-    done = {name: player.take(Turn(work.checked, work.local)) for name, player in players.items()}
-    expected = (done.pop(REFERENCE) if REFERENCE in done else done["plain"]).total
+    """Return relative differences from the reference's sum, for users whose rows are alike."""
+    answers = {
+        name: player.take(Turn(work.checked, work.local)) for name, player in players.items()
+    }
+    reference = (answers.pop(REFERENCE) if REFERENCE in answers else answers["plain"]).total
     differences: dict[str, float] = {}
-    for name, each in done.items():
-        error = np.linalg.norm(each.total - expected) / np.linalg.norm(expected)
+    for name, answer in answers.items():
+        error = np.linalg.norm(answer.total - reference) / np.linalg.norm(reference)
         differences[name] = float(error)
         if not error <= max(work.tolerance, _AGREES.get(name, 0.0)):
             raise WorkerError(
@@ -139,64 +145,66 @@ def differences_of(work: Work, players: Mapping[str, Player]) -> dict[str, float
     return differences
 
 
-def _say(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _check(contestants: Collection[str]) -> None:
-    needed = {package for name in contestants for package in _PACKAGES.get(name, ())}
-    absent = sorted(package for package in needed if find_spec(package) is None)
-    if absent:
+    packages = {package for name in contestants for package in _PACKAGES.get(name, ())}
+    missing = sorted(package for package in packages if find_spec(package) is None)
+    if missing:
         raise InvalidValueError(
-            f"{' and '.join(absent)} cannot be imported; `make bench-rivals` installs the rivals"
+            f"{' and '.join(missing)} cannot be imported; `make bench-rivals` installs the rivals"
         )
 
 
-def _measure(given: argparse.Namespace, console: Console) -> None:
+def _measure(options: argparse.Namespace, console: Console) -> None:
     failed = list[str]()
-    for name in given.rows:
-        settings = settings_of(name, given.without, given.device, given.threads, given.processes)
+    for name in options.rows:
+        settings = settings_of(
+            name, options.without, options.device, options.threads, options.processes
+        )
         _check({setting.contestant for setting in settings.values()})
         try:
-            row = compare(name, settings, given.repeats)
-        except (DataError, WorkerError) as error:  # other rows do not suffer
+            row = compare(name, settings, options.repeats)
+        except (DataError, WorkerError) as error:  # other rows are still measured
             console.print(f"{name} is left out: {error}")
             failed += [name] if isinstance(error, WorkerError) else []
             continue
         console.print(table([row]))
         console.print(f"{name}: {ratios_text(row)}")
-        if given.json:  # now, as the next row may take long
-            keep(given.json, name, row, given.device, given.threads)
+        if options.json:  # now, because the next row may take long
+            keep(options.json, name, row, options.device, options.threads)
     if failed:
         raise WorkerError(f"not all contestants did the work of {' and '.join(failed)}")
 
 
 def keep(file: Path, name: str, row: Row, device: str, threads: int) -> None:
-    """Write a row into a file, in place of the same row of an earlier run; others stay."""
+    """Write a row into a file, in place of the same row of an earlier run; keep other rows."""
     rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     packages = ["fedpriv", "torch", "numpy", "pfl", "flwr", "ray", "opacus"]
     rows[name] = figures(row) | made_by("benchmarks.compare", packages, device, threads)
-    kept = {each: rows[each] for each in WORKS if each in rows}
-    file.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    content = {work: rows[work] for work in WORKS if work in rows}
+    file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def main() -> None:
-    """Measure, print and, if asked, keep the figures."""
-    parser = argparse.ArgumentParser(description="users per second beside other libraries")
+    """Measure, print and, if requested, write the figures."""
+    parser = argparse.ArgumentParser(description="users per second of several libraries")
     parser.add_argument("--rows", nargs="+", choices=WORKS, help="by default those of the device")
     parser.add_argument("--without", nargs="+", choices=(*_PACKAGES, RULE, ALONE), default=[])
     parser.add_argument("--repeats", type=int, default=5, help="turns of each contestant")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--processes", nargs="+", type=int, help="of pfl; by default 1, 2, …")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="which are used")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="number to use")
     parser.add_argument("--json", type=Path, help="where to write the figures")
-    given = parser.parse_args()
-    if least := [count for count in given.processes or () if count < 1]:
-        parser.error(f"--processes holds {least[0]}; each must be at least 1")
-    given.rows = given.rows or (ON_GPU if given.device == "cuda" else ON_CPU)
+    options = parser.parse_args()
+    if invalid := [count for count in options.processes or () if count < 1]:
+        parser.error(f"--processes holds {invalid[0]}; each must be at least 1")
+    options.rows = options.rows or (ON_GPU if options.device == "cuda" else ON_CPU)
     switch_off_telemetry()
     try:
-        _measure(given, Console())
+        _measure(options, Console())
     except FedprivError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

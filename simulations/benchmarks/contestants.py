@@ -1,4 +1,4 @@
-"""What a contestant is, and the two that need no other library: our engine and a plain loop."""
+"""The interface of contestants, and two that need no other library: our engine and a plain loop."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,21 +21,21 @@ from simulations.benchmarks.works import Work, clipped, flattened, sgd, trained
 
 @dataclass(frozen=True)
 class Turn:
-    """What is asked of a contestant."""
+    """A request to a contestant."""
 
-    users: range  # positions of those who train
-    local: SGD  # how each trains
-    seconds: float = 0.0  # for how long at least they train again and again, round after round
+    users: range  # positions of the users to train
+    local: SGD  # their local training
+    seconds: float = 0.0  # minimum time for which they train, round after round
 
 
 @dataclass(frozen=True)
 class Done:
-    """What came of a turn."""
+    """The result of a turn."""
 
-    seconds: float  # a round took, on average over the turn
+    seconds: float  # of a round, on average over the turn
     total: NDArray[np.float64]  # the sum of clipped updates [D] of a round
-    prepared: float = 0.0  # seconds that were taken before any turn
-    mebibytes: float = 0.0  # the most that the process has had so far beyond its data
+    prepared: float = 0.0  # seconds of preparation before any turn
+    mebibytes: float = 0.0  # peak memory of the process so far, beyond its data
     logged: str = ""  # by our engine, up to this turn
 
 
@@ -43,7 +43,7 @@ Train: TypeAlias = Callable[[Turn], NDArray[np.float64]]
 """Trains the users of a turn and returns the sum of their clipped updates [D]."""
 
 Contestant: TypeAlias = Callable[[Work, torch.device, Callable[[Train], None]], None]
-"""Prepares for a work on a device, and lets itself be used for as long as the call takes."""
+"""Prepares for a work on a device, and passes a `Train` that may be used during the call."""
 
 
 def fedpriv(
@@ -54,9 +54,9 @@ def fedpriv(
     *,
     timed: bool = True,
 ) -> None:
-    """Our engine, through its transport, with settings as `fedpriv simulate` has them.
+    """Prepare our engine, through its transport, with the settings of `fedpriv simulate`.
 
-    On a CPU it forks as many processes as torch has threads.
+    On a CPU it forks one process for each of torch's threads.
     """
     store = UserStore({name: t.numpy() for name, t in work.fields.items()}, work.offsets)
     *inputs, targets = work.fields
@@ -92,7 +92,7 @@ def fedpriv(
 
 
 def plain(work: Work, device: torch.device, use: Callable[[Train], None]) -> None:
-    """The loop that one would write: SGD on a user's batches, clip, add, start again."""
+    """Prepare the obvious loop: SGD on a user's batches, clip, add, start again."""
     model = work.build().to(device)
     parameters = trained(model)
     start = [p.detach().clone() for p in parameters]

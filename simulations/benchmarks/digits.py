@@ -1,4 +1,4 @@
-"""Where the time of `fedpriv simulate digits` goes: to start, training, the ledger, or all else.
+"""Time of the parts of `fedpriv simulate digits`: start, training, ledger, and everything else.
 
     python -m simulations.benchmarks.digits --json simulations/results/digits_time.json
 
@@ -24,9 +24,9 @@ TRIALS, TRAINING, LEDGER, PRICES = "trials before the first round", "training", 
 
 
 @contextmanager
-def watched(parts: dict[str, float], begun: dict[str, float]) -> Iterator[None]:
-    """Add to parts what functions take in this block; to `begun`, when the first round begins."""
-    from fedpriv.engine import transport  # noqa: PLC0415 - to import it is a part of start
+def watched(parts: dict[str, float], starts: dict[str, float]) -> Iterator[None]:
+    """Add functions' times to `parts`, and the start of the first round to `starts`."""
+    from fedpriv.engine import transport  # noqa: PLC0415 - importing it is part of the start
     from fedpriv.engine.trainer import Trainer  # noqa: PLC0415
     from fedpriv.ledger.ledger import Ledger  # noqa: PLC0415
     from fedpriv.ledger.participation import ParticipationRecord  # noqa: PLC0415
@@ -43,20 +43,20 @@ def watched(parts: dict[str, float], begun: dict[str, float]) -> Iterator[None]:
         (PrivacyRecords, "refuse_if_beyond", PRICES),
         (Ledger, "epsilon", PRICES),
     )
-    inside = False
+    nested = False
 
     def timed(part: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any, **named: Any) -> Any:
-            nonlocal inside
-            began, outermost, inside = time.process_time(), not inside, True
+        def call(*positional: Any, **keywords: Any) -> Any:
+            nonlocal nested
+            began, outermost, nested = time.process_time(), not nested, True
             if name == "prepare":
-                begun.setdefault(START, began - parts.get(TRIALS, 0.0))
+                starts.setdefault(START, began - parts.get(TRIALS, 0.0))
             try:
-                return function(*given, **named)
+                return function(*positional, **keywords)
             finally:
                 if outermost:
                     parts[part] = parts.get(part, 0.0) + time.process_time() - began
-                    inside = False
+                    nested = False
 
         return call
 
@@ -67,11 +67,11 @@ def watched(parts: dict[str, float], begun: dict[str, float]) -> Iterator[None]:
 
 
 def once() -> dict[str, float]:
-    """Seconds of each part of a run in this process, since it was started."""
+    """Run in this process; return the seconds of each part since its start."""
     from fedpriv.cli import main  # noqa: PLC0415
 
-    parts, begun = dict[str, float](), dict[str, float]()
-    with tempfile.TemporaryDirectory() as folder, watched(parts, begun):
+    parts, starts = dict[str, float](), dict[str, float]()
+    with tempfile.TemporaryDirectory() as folder, watched(parts, starts):
         command = ["fedpriv", "simulate", "digits", "--out", f"{folder}/run"]
         with patch.object(sys, "argv", command), ExitStack() as stack:
             stack.enter_context(patch.object(sys, "stdout", sys.stderr))
@@ -80,48 +80,50 @@ def once() -> dict[str, float]:
             except SystemExit as end:
                 if end.code:
                     raise
-    return {START: begun[START], **parts, ALL: time.process_time()}
+    return {START: starts[START], **parts, ALL: time.process_time()}
 
 
 def apart() -> dict[str, float]:
-    """Seconds of each part of a run in a fresh process, which trains in one thread."""
-    done = subprocess.run(
+    """Run in a new process with one thread; return the seconds of each part."""
+    process = subprocess.run(
         [sys.executable, "-m", "simulations.benchmarks.digits", "--once"],
         stdout=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=True,
     )
-    parts: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    parts: dict[str, float] = json.loads(process.stdout.splitlines()[-1])
     return parts
 
 
 def shares(runs: list[dict[str, float]]) -> dict[str, float]:
-    """Median share of each part in the time of a run."""
-    found = {part: median(run[part] / run[ALL] for run in runs) for part in runs[0] if part != ALL}
-    kept = START, TRAINING, LEDGER
-    return found | {ELSE: median(1 - sum(run[p] for p in kept) / run[ALL] for run in runs)}
+    """Return the median share of each part in the time of a run."""
+    medians = {
+        part: median(run[part] / run[ALL] for run in runs) for part in runs[0] if part != ALL
+    }
+    parts = START, TRAINING, LEDGER
+    return medians | {ELSE: median(1 - sum(run[p] for p in parts) / run[ALL] for run in runs)}
 
 
 def main() -> None:
-    """Measure, print and keep the figures."""
-    parser = argparse.ArgumentParser(description="where the time of a small run goes")
+    """Measure, print and, if requested, write the figures."""
+    parser = argparse.ArgumentParser(description="time of the parts of a small run")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--once", action="store_true", help="one run in this process, as JSON")
-    given = parser.parse_args()
-    if given.once:
+    options = parser.parse_args()
+    if options.once:
         print(json.dumps(once()))
         return
     from simulations.benchmarks.machine import made_by  # noqa: PLC0415
 
-    runs = [apart() for _ in range(given.repeats)]
-    found = shares(runs)
-    for part, share in found.items():
+    runs = [apart() for _ in range(options.repeats)]
+    parts = shares(runs)
+    for part, share in parts.items():
         print(f"{part:44} {share:6.1%}")
-    if given.json:
-        kept = made_by("benchmarks.digits", ["fedpriv", "torch", "numpy"])
-        kept |= {"shares": found, "processor seconds": runs}
-        given.json.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    if options.json:
+        content = made_by("benchmarks.digits", ["fedpriv", "torch", "numpy"])
+        content |= {"shares": parts, "processor seconds": runs}
+        options.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""What privacy costs for larger models: speed, memory and checkpoints against the same without it.
+"""The cost of privacy for larger models: speed, memory and checkpoints with privacy and without.
 
     python -m simulations.benchmarks.large_models simulations/results/large_models.json
 
 Models are adapters of a transformer of 0.9 M and of one of 85 M parameters, whose other parameters
 are frozen, and a ResNet-18 with group normalisation, all of whose 11 M parameters are trained.
-Users train a model in batches of the same size: by whole rounds of `fedpriv.simulate`, with
-clipping, exact noise, the ledger and checkpoints on disk, and by a plain loop over users that clips
-nothing and adds no noise. Both run in one thread, each in a process of its own that waits while the
-other has its turn: a round each. Of each the figures are the median of processor time over the
-turns, so that other work on the machine counts little, and the largest memory that its process ever
-had. A checkpoint holds the trained tensors, their mean and the server optimiser's state.
+Users train a model in batches of the same size: in whole rounds of `fedpriv.simulate`, with
+clipping, exact noise, the ledger and checkpoints on disk, and in a plain loop over users without
+clipping and noise. Both run in one thread, each in its own process, and take turns of one round.
+Figures are the median of processor time over the turns, so that other work on the machine counts
+little, and the peak memory of each process. A checkpoint holds the trained tensors, their mean and
+the server optimiser's state.
 """
 
 import argparse
@@ -38,12 +38,12 @@ from simulations.benchmarks.models import resnet18
 
 LENGTH, ALPHABET, RATE = 64, 96, 0.1
 Turn = Callable[[float], None]
-"""Tells how long the last turn took and the MiB of a checkpoint, and waits for the next."""
+"""Reports the end of a turn with the MiB of a checkpoint, and waits for the next turn."""
 Arrays = tuple[NDArray[Any], NDArray[np.int64]]
 
 
 def adapters(width: int, blocks: int) -> nn.Module:
-    """A character transformer, of which adapters of rank 4 in all of its blocks are trained."""
+    """Return a character transformer with adapters of rank 4 in all of its blocks to train."""
     from fedpriv.engine.adapters import with_adapters  # noqa: PLC0415 - each process its own
     from simulations.transformer import CharacterTransformer  # noqa: PLC0415
 
@@ -52,27 +52,27 @@ def adapters(width: int, blocks: int) -> nn.Module:
 
 
 def texts(rows: int) -> Arrays:
-    """Random characters and those that follow: [rows, 64] each."""
+    """Return random characters and the characters that follow: [rows, 64] each."""
     x, y = np.random.default_rng(0).integers(0, ALPHABET, (2, rows, LENGTH))
     return x, y
 
 
 def images(rows: int) -> Arrays:
-    """Random images [rows, 3, 32, 32] and classes [rows]."""
+    """Return random images [rows, 3, 32, 32] and classes [rows]."""
     draw = np.random.default_rng(0)
     return draw.normal(size=(rows, 3, 32, 32)).astype(np.float32), draw.integers(0, 10, rows)
 
 
 @dataclass(frozen=True)
 class Contest:
-    """A model and who trains it."""
+    """A model and the users who train it."""
 
     build: Callable[[], nn.Module]
     rows_of: Callable[[int], Arrays]
     users: int
     examples: int  # of each user
     batch: int
-    rounds: int = 5  # turns, after one that is left out, in which shapes are tried
+    rounds: int = 5  # turns, after one that does not count, in which shapes are tried
 
 
 CONTESTS = {
@@ -84,17 +84,17 @@ CONTESTS = {
 
 
 def private(contest: Contest, model: nn.Module, turn: Turn) -> None:
-    """Rounds of `fedpriv.simulate`, with all users in each."""
+    """Run rounds of `fedpriv.simulate`, with all users in each."""
     import fedpriv  # noqa: PLC0415
 
     rounds, (x, y) = contest.rounds + 1, contest.rows_of(contest.users * contest.examples)
-    few, owner = (x[: contest.batch], y[: contest.batch]), np.arange(len(x)) // contest.examples
-    people = fedpriv.Population.from_arrays(x, y, owner, held_out=few)
+    batch, owner = (x[: contest.batch], y[: contest.batch]), np.arange(len(x)) // contest.examples
+    people = fedpriv.Population.from_arrays(x, y, owner, held_out=batch)
     mechanism = fedpriv.Mechanism.poisson(q=1.0, clipping=fedpriv.Flat(0.1))
 
     with tempfile.TemporaryDirectory() as folder:
 
-        def told(_: object) -> None:
+        def report(_: object) -> None:
             files = [*Path(folder).glob("run/checkpoints/*")]
             turn(max((file.stat().st_size for file in files), default=0) / 2**20)
 
@@ -105,14 +105,14 @@ def private(contest: Contest, model: nn.Module, turn: Turn) -> None:
             local=fedpriv.SGD(RATE, batch_size=contest.batch, epochs=1),
             server=fedpriv.FedAvg(1.0),
             out=f"{folder}/run",
-            trackers=[told],
+            trackers=[report],
             evaluate_every=rounds,
             quiet=True,
         )
 
 
 def plain(contest: Contest, model: nn.Module, turn: Turn) -> None:
-    """The loop that one would write: SGD on a user's batches, add what it moved, start again."""
+    """Run the obvious loop: SGD on a user's batches, add its update, start again."""
     x, y = map(torch.from_numpy, contest.rows_of(contest.users * contest.examples))
     trained = [p for p in model.parameters() if p.requires_grad]
     for _ in range(contest.rounds + 1):
@@ -138,8 +138,8 @@ def plain(contest: Contest, model: nn.Module, turn: Turn) -> None:
 CONTESTANTS = {"fedpriv": private, "plain": plain}
 
 
-def contend(name: str, which: str, end: int) -> None:
-    """Train round after round, each when the other end of a pipe says so."""
+def contend(name: str, model_name: str, end: int) -> None:
+    """Train round after round, each when a message comes from the other end of a pipe."""
     torch.set_num_threads(1)
     with Connection(end) as pipe:
         began = time.process_time()
@@ -151,20 +151,28 @@ def contend(name: str, which: str, end: int) -> None:
             pipe.recv()
             began = time.process_time()
 
-        CONTESTANTS[name](CONTESTS[which], CONTESTS[which].build(), turn)
+        CONTESTANTS[name](CONTESTS[model_name], CONTESTS[model_name].build(), turn)
 
 
-def measured(which: str) -> dict[str, Any]:
-    """Seconds of the rounds but the first, peak memory of each, and the size of a checkpoint."""
-    contest, pipes, processes = CONTESTS[which], dict[str, Connection](), []
+def measured(model_name: str) -> dict[str, Any]:
+    """Return seconds of the rounds except the first, peak memories, and the checkpoint's size."""
+    contest, pipes, processes = CONTESTS[model_name], dict[str, Connection](), []
     for name in CONTESTANTS:
-        ours, theirs = Pipe()
-        with theirs:
+        parent_end, child_end = Pipe()
+        with child_end:
             module = "simulations.benchmarks.large_models"
-            command = [sys.executable, "-m", module, "contend", name, which, str(theirs.fileno())]
-            processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()]))
-        pipes[name] = ours
-        ours.poll(None)  # its first round, before the other begins
+            command = [
+                sys.executable,
+                "-m",
+                module,
+                "contend",
+                name,
+                model_name,
+                str(child_end.fileno()),
+            ]
+            processes.append(subprocess.Popen(command, pass_fds=[child_end.fileno()]))
+        pipes[name] = parent_end
+        parent_end.poll(None)  # its first round, before the other begins
     seconds: dict[str, list[float]] = {name: [] for name in pipes}
     memory, checkpoint = dict.fromkeys(pipes, 0.0), dict.fromkeys(pipes, 0.0)
     for number in range(contest.rounds + 1):
@@ -194,20 +202,20 @@ def measured(which: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print and keep the figures."""
+    """Measure, print and write the figures."""
     parser = argparse.ArgumentParser(description="private rounds against a plain loop")
     parser.add_argument("file", type=Path)
     parser.add_argument("--model", nargs="+", choices=CONTESTS, default=list(CONTESTS)[:3])
-    given = parser.parse_args()
+    options = parser.parse_args()
     from simulations.benchmarks.machine import made_by  # noqa: PLC0415
 
-    kept = made_by("benchmarks.large_models", ["fedpriv", "torch", "numpy"])
-    rows = {which: measured(which) for which in given.model}
-    for which, row in rows.items():
+    content = made_by("benchmarks.large_models", ["fedpriv", "torch", "numpy"])
+    rows = {name: measured(name) for name in options.model}
+    for name, row in rows.items():
         ratios = row["throughput over plain"], row["memory over plain"]
-        print(f"{which}: throughput {ratios[0]:.2f}, memory {ratios[1]:.2f} of a plain loop")
-    kept["models"] = rows
-    given.file.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+        print(f"{name}: throughput {ratios[0]:.2f}, memory {ratios[1]:.2f} of a plain loop")
+    content["models"] = rows
+    options.file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How a figure was made: command, processor, device and versions; no machine is named."""
+"""The origin of a figure: command, processor, device and versions, but not the machine's name."""
 
 import os
 import platform
@@ -12,14 +12,14 @@ import torch
 
 
 def command(module: str) -> str:
-    """What started this process, a module of simulations."""
+    """Return the command that started this process, a module of simulations."""
     return shlex.join(["python", "-m", f"simulations.{module}", *sys.argv[1:]])
 
 
 def made_by(
     module: str, packages: Iterable[str], device: str = "cpu", threads: int = 1
 ) -> dict[str, object]:
-    """What a file of figures says of how they were made."""
+    """Return the origin of figures, for their file."""
     return {
         "command": command(module),
         "machine": machine(device, threads),
@@ -28,7 +28,7 @@ def made_by(
 
 
 def machine(device: str, threads: int) -> dict[str, str | int]:
-    """Processor, number of cores, device and threads."""
+    """Return processor, number of cores, device and threads."""
     on = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     return {
         "processor": _processor(),
@@ -40,24 +40,24 @@ def machine(device: str, threads: int) -> dict[str, str | int]:
 
 
 def environment(device: str = "cpu") -> dict[str, str]:
-    """This shell's, in which libraries choose for themselves how they use the processor.
+    """Return this process's environment, without settings for how libraries use the processor.
 
-    What runs on a CPU sees no GPU, beside which it could train in one process alone.
+    A run on a CPU sees no GPU, because with a GPU it could train in only one process.
     """
     chosen = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
-    found = {name: value for name, value in os.environ.items() if name not in chosen}
-    return found if device == "cuda" else {**found, "CUDA_VISIBLE_DEVICES": ""}
+    variables = {name: value for name, value in os.environ.items() if name not in chosen}
+    return variables if device == "cuda" else {**variables, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Versions of Python and of those packages that are installed."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and of the packages that are installed."""
+    numbers = {"python": platform.python_version()}
     for package in packages:
         try:
-            found[package] = version(package)
+            numbers[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return numbers
 
 
 def _processor() -> str:

@@ -13,7 +13,7 @@ _WIDTH = 96  # of its embeddings
 
 
 def cifar_cnn(dropout: float = 1.0) -> nn.Module:
-    """The CNN of pfl's CIFAR-10, [B, 3, 32, 32]: 1,626,442 parameters; dropout 0 leaves it out."""
+    """Return the CNN of pfl's CIFAR-10, [B, 3, 32, 32]: 1,626,442 parameters; 0: no dropout."""
     layers = [
         nn.Conv2d(3, 32, 3),
         nn.ReLU(),
@@ -31,7 +31,7 @@ def cifar_cnn(dropout: float = 1.0) -> nn.Module:
 
 
 class _Residual(nn.Module):
-    """Two convolutions next to a shortcut, which changes the size if they do."""
+    """Two convolutions with a shortcut, which changes the size if they do."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -50,12 +50,12 @@ class _Residual(nn.Module):
 
 
 def resnet18(classes: int = 10) -> nn.Module:
-    """ResNet-18 for images [B, 3, 32, 32], with group instead of batch normalisation: 11 M."""
+    """Return ResNet-18 for images [B, 3, 32, 32], with group normalisation: 11 M parameters."""
     widths = [64, 64, 128, 256, 512]
     blocks = [
         block
-        for before, after in pairwise(widths)
-        for block in (_Residual(before, after, 1 + (after > before)), _Residual(after, after, 1))
+        for inner, outer in pairwise(widths)
+        for block in (_Residual(inner, outer, 1 + (outer > inner)), _Residual(outer, outer, 1))
     ]
     first = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.GroupNorm(8, 64), nn.ReLU()
     last = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes)
@@ -63,7 +63,7 @@ def resnet18(classes: int = 10) -> nn.Module:
 
 
 class _LanguageModel(nn.Module):
-    """Words [B, T] to scores [B, WORDS, T], by the embeddings again if they are tied."""
+    """A map of words [B, T] to scores [B, WORDS, T]; if tied, scores use the embeddings again."""
 
     def __init__(self, body: nn.Module, *, tied: bool) -> None:
         super().__init__()
@@ -101,23 +101,23 @@ class _Attending(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         length = hidden.shape[1]
-        later = torch.ones(length, length, dtype=torch.bool, device=hidden.device).triu(1)
-        out: Tensor = self.layers(hidden * math.sqrt(_WIDTH) + self.places[:length], later)
+        mask = torch.ones(length, length, dtype=torch.bool, device=hidden.device).triu(1)
+        out: Tensor = self.layers(hidden * math.sqrt(_WIDTH) + self.places[:length], mask)
         return out
 
 
 def language_lstm(*, tied: bool) -> nn.Module:
-    """The LSTM of pfl's StackOverflow: 1.3 million parameters if tied."""
+    """Return the LSTM of pfl's StackOverflow: 1.3 million parameters if tied."""
     return _LanguageModel(_Recurrent(), tied=tied)
 
 
 def language_transformer(length: int, *, tied: bool) -> nn.Module:
-    """Its transformer, with dropout: 2.0 million parameters if tied."""
+    """Return pfl's transformer, with dropout: 2.0 million parameters if tied."""
     return _LanguageModel(_Attending(length), tied=tied)
 
 
 class TwoTowers(nn.Module):
-    """What a user sees and an item is, [B, 64] each, to scores [B, 2]."""
+    """A map of a user's and an item's features, [B, 64] each, to scores [B, 2]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,13 +127,13 @@ class TwoTowers(nn.Module):
         self.scores = nn.Linear(64, 2)
 
     def forward(self, seen: Tensor, item: Tensor) -> Tensor:
-        """Scores of two classes."""
+        """Return the scores of two classes."""
         out: Tensor = self.scores(self.user(seen) * self.item(item))
         return out
 
 
 def ten_layers() -> nn.Module:
-    """Ten layers of a million weights each."""
+    """Return ten layers of a million weights each."""
     layers = (part for _ in range(10) for part in (nn.Linear(1000, 1000), nn.ReLU()))
     return nn.Sequential(*layers)
 
@@ -145,7 +145,7 @@ class _TwoLayers(nn.Module):
 
 
 class _Borrowed(_TwoLayers):
-    """The last layer is not called; its weights are."""
+    """A model that uses the weights of its last layer without calling the layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = functional.relu(self.first(x.flatten(1)))
@@ -164,9 +164,9 @@ class _Unused(_TwoLayers):
         return out
 
 
-def _with(*between: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def _with(*layers_between: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        inner = (make() for make in between)
+        inner = (make() for make in layers_between)
         return nn.Sequential(nn.Flatten(), nn.Linear(784, 128), *inner, nn.Linear(128, 10))
 
     return build
@@ -180,4 +180,4 @@ VARIANTS: Mapping[str, tuple[str, Callable[[], nn.Module]]] = {
     "view": ("view(-1, 784) and labels of uint8", _Viewed),
     "unused": ("an unused second input", _Unused),
 }
-"""The MLP 784–128–10 with one line changed: what that is, and the model."""
+"""The MLP 784–128–10 with one changed line: a description of the change, and the model."""

@@ -21,29 +21,29 @@ from simulations.benchmarks.contestants import Contestant, Done, Train, Turn, fe
 from simulations.benchmarks.works import WORKS
 
 Clock = Callable[[], Mapping[int, float]]
-"""Seconds so far of each process that computes, by its number."""
+"""Returns the seconds so far of each process that computes, by its number."""
 
 
 def of_wall() -> dict[int, float]:
-    """Of the wall, as if in one process."""
+    """Return wall time, as if there were one process."""
     return {0: perf_counter()}
 
 
 def of_processors() -> dict[int, float]:
-    """Of processors, in this process, 0, and in each of its forks."""
+    """Return processor time of this process (0) and of each of its forks."""
     forks = [child.pid for child in multiprocessing.active_children() if child.pid]
-    # The number that Linux has for the processor time of all threads of another process.
+    # Linux's clock number of the processor time of all threads of another process.
     return {0: time.process_time()} | {pid: time.clock_gettime(~pid << 3 | 2) for pid in forks}
 
 
 def between(before: Mapping[int, float], after: Mapping[int, float]) -> float:
-    """Seconds of this process and of the slowest fork, as it waits for them."""
+    """Return the seconds of this process plus those of the slowest fork, for which it waits."""
     took = {pid: seconds - before.get(pid, 0.0) for pid, seconds in after.items()}
     return took.pop(0) + max(took.values(), default=0.0)
 
 
 def serve(pipe: "Pipe", train: Train, prepared: float = 0.0, clock: Clock = of_wall) -> None:
-    """Train whenever the other end of the pipe says so, and for so long, until it is closed."""
+    """Train each turn that comes from the pipe, until the other end is closed."""
     while True:
         try:
             turn = pipe.recv()
@@ -51,25 +51,25 @@ def serve(pipe: "Pipe", train: Train, prepared: float = 0.0, clock: Clock = of_w
             return
         seconds, began, rounds = 0.0, perf_counter(), 0
         while rounds == 0 or perf_counter() - began < turn.seconds:
-            before = clock()
+            clock_before = clock()
             total = train(turn)
-            seconds += between(before, clock())
+            seconds += between(clock_before, clock())
             rounds += 1
         pipe.send(Done(seconds / rounds, total, prepared))
 
 
 class Pipe(Protocol):
-    """By which turns come, until EOFError, and what is done goes."""
+    """A pipe from which turns come, until EOFError, and to which results go."""
 
     def recv(self) -> Turn:
-        """The next turn."""
+        """Return the next turn."""
 
     def send(self, done: Done, /) -> None:
-        """Tell what came of it."""
+        """Send the result of a turn."""
 
 
-class _Kept:
-    """An end of a pipe that adds to what is done what the process holds and our engine logs."""
+class _Recorder:
+    """An end of a pipe that adds the process's memory and our engine's log to each result."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._lines = pipe, _Lines()
@@ -78,18 +78,18 @@ class _Kept:
         self._held = _mebibytes("VmRSS")
 
     def recv(self) -> Turn:
-        """The next turn."""
+        """Return the next turn."""
         turn: Turn = self._pipe.recv()
         return turn
 
     def send(self, done: Done) -> None:
-        """Tell it, and more."""
-        more = _mebibytes("VmHWM") - self._held
-        self._pipe.send(replace(done, mebibytes=more, logged=self._lines.text))
+        """Send the result, with memory and log."""
+        growth = _mebibytes("VmHWM") - self._held
+        self._pipe.send(replace(done, mebibytes=growth, logged=self._lines.text))
 
 
 class _Lines(logging.Handler):
-    """What our engine logs."""
+    """Collects the log of our engine."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -103,7 +103,7 @@ class _Lines(logging.Handler):
 
 
 def _mebibytes(kind: str) -> float:
-    """Memory of this process: "VmRSS" now, "VmHWM" at most; 0 where nothing says."""
+    """Return this process's memory: "VmRSS" now, "VmHWM" at its peak; 0 if it is unknown."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -112,8 +112,8 @@ def _mebibytes(kind: str) -> float:
 
 
 def contestant_named(name: str, work: str) -> Contestant:
-    """Contestant of a name; of the rivals' libraries only its own is imported."""
-    named: dict[str, Callable[[], Contestant]] = {
+    """Return the contestant of a name; no library of other rivals is imported."""
+    makers: dict[str, Callable[[], Contestant]] = {
         "fedpriv": lambda: fedpriv,
         "rule": lambda: partial(fedpriv, timed=False),
         "alone": lambda: partial(fedpriv, path="alone"),
@@ -123,7 +123,7 @@ def contestant_named(name: str, work: str) -> Contestant:
         "opacus": _opacus,
         "flower": partial(_flower, work),
     }
-    return named[name]()
+    return makers[name]()
 
 
 def _pfl() -> Contestant:
@@ -147,20 +147,20 @@ def _flower(work: str) -> Contestant:
 def main(name: str, work: str, device: str, threads: str, end: str) -> None:
     """Prepare, then take turns.
 
-    Other work on the machine counts little in processor time, which Ray's workers do not tell.
+    Other work on the machine counts little in processor time, which Ray's workers do not report.
     """
     torch.set_num_threads(int(threads))
     torch.manual_seed(0)
     contestant = contestant_named(name, work)
     clock = of_processors if device == "cpu" and name != "flower" else of_wall
     trained = WORKS[work]()
-    import_module("torch._dynamo")  # as torch does by itself at the first gradient
-    # Only some would round to TF32, and sums would differ.
+    import_module("torch._dynamo")  # otherwise torch imports it at the first gradient
+    # Otherwise only some contestants would round to TF32, and sums would differ.
     with Connection(int(end)) as pipe, tf32(allowed=False):
-        kept, before = _Kept(pipe), clock()
+        recorder, clock_before = _Recorder(pipe), clock()
 
         def use(train: Train) -> None:
-            serve(kept, train, between(before, clock()), clock)
+            serve(recorder, train, between(clock_before, clock()), clock)
 
         contestant(trained, torch.device(device), use)
 

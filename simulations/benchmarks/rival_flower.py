@@ -1,4 +1,4 @@
-"""Flower on Ray as its guides have it: a node per user, a message each, clipping at the server."""
+"""Flower on Ray as in its guides: one node and message per user, and clipping at the server."""
 
 import json
 import logging
@@ -38,13 +38,13 @@ def train_node(message: Message, context: Context) -> Message:
     user = int(str(settings["first"])) + int(str(context.node_config["partition-id"]))
     local = SGD(**json.loads(str(settings["local"])))
     sgd(model.to(device), [tensor.to(device) for tensor in work.examples_of(user)], local)
-    # Users weigh the same, as in the other contestants.
+    # Users have equal weights, as in the other contestants.
     arrays, metrics = ArrayRecord(model.state_dict()), MetricRecord({"num-examples": 1})
     return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 
 
 def flower(name: str, work: Work, device: torch.device, use: Callable[[Train], None]) -> None:
-    """Run a simulation whose server is used; it has as many nodes as users in a turn."""
+    """Run a simulation, and use its server; it has one node for each user of a turn."""
     logging.getLogger("flwr").setLevel(logging.ERROR)
     server, nodes = ServerApp(), work.users_in_a_turn("flower")
 
@@ -69,7 +69,7 @@ def _round(
     grid: Grid, name: str, work: Work, device: torch.device, turn: Turn
 ) -> NDArray[np.float64]:
     start = work.build().state_dict()
-    nodes = len(turn.users)  # there are no others
+    nodes = len(turn.users)  # all nodes
     strategy = DifferentialPrivacyServerSideFixedClipping(
         FedAvg(fraction_evaluate=0.0, min_train_nodes=nodes, min_available_nodes=nodes),
         noise_multiplier=0.0,

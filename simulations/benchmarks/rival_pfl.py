@@ -25,7 +25,7 @@ _WITHOUT_EVALUATION = 10**9  # rounds until the next
 
 
 class Judged(nn.Module):
-    """A model with the two methods that pfl asks for."""
+    """A model with the two methods that pfl needs."""
 
     def __init__(
         self, model: nn.Module, losses: Callable[..., torch.Tensor] = functional.cross_entropy
@@ -34,12 +34,12 @@ class Judged(nn.Module):
         self.model, self.losses = model, losses
 
     def loss(self, *batch: torch.Tensor) -> torch.Tensor:
-        """The mean loss of a batch: inputs, and at last targets."""
+        """Return the mean loss of a batch: inputs, then targets."""
         *inputs, targets = batch
         return self.losses(self.model(*inputs), targets).mean()
 
     def metrics(self, *_batch: torch.Tensor) -> dict[str, Any]:
-        """None."""
+        """Return no metrics."""
         return {}
 
 

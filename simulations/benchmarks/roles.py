@@ -1,4 +1,4 @@
-"""Shakespeare's speaking roles as users of a benchmark: some of them, none with very much."""
+"""Some of Shakespeare's speaking roles as users of a benchmark, each with limited text."""
 
 import os
 from pathlib import Path
@@ -16,19 +16,19 @@ _BESIDE = Path(__file__).parents[3] / "shared" / "data"
 
 
 def data_folder() -> Path:
-    """Where data sets are: FEDPRIV_DATA, or else beside this project."""
+    """Return the folder of data sets: FEDPRIV_DATA, or else one next to this project."""
     return Path(os.environ.get("FEDPRIV_DATA") or _BESIDE)
 
 
 def roles(users: int) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
-    """Characters, the characters that follow them, and offsets of roles spread over the alphabet.
+    """Return characters, the next characters, and offsets of roles spread over the alphabet.
 
-    Roles that say too little for one piece do not count; DataError if there are too few others.
+    Roles with too little text for one piece do not count; DataError if too few others are left.
     """
     store = load_shakespeare_roles(data_folder(), _LENGTH, windows_per_role=_MOST).users
     able = np.flatnonzero(store.sizes)
     if len(able) < users:
-        raise DataError(f"{len(able)} roles say enough; {users} are needed")
+        raise DataError(f"{len(able)} roles have enough text; {users} are needed")
     chosen = store.subset(able[:: len(able) // users][:users])
     x, y = (torch.from_numpy(chosen.fields[name]) for name in ("x", "y"))
     return x, y, chosen.offsets

@@ -1,4 +1,4 @@
-"""From what was measured to figures: medians, ratios, and which bars they miss."""
+"""Figures from measurements: medians, and ratios that have bars."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from rich.table import Table
 
 OURS, FORKED, RULE, ALONE, EQUAL = "fedpriv", "fedpriv-2", "rule", "alone", "equal"
-"""Our engine: in one process, forked, with a fixed rule in place of a clock, with users one after
+"""Our engine in one process, forked, with a fixed rule instead of a clock, with users one after
 another, and with users of equal sizes."""
 
 
 @dataclass(frozen=True)
 class Contest:
-    """What was measured of one contestant at one work."""
+    """The measurements of one contestant at one work."""
 
-    contestant: str  # its name, and of several processes their number, as in pfl-2
-    users: int  # how many it trained in a turn
-    prepared: float  # seconds that its process takes before its first round
-    first: float  # seconds of that
+    contestant: str  # its name, with the number of several processes, as in pfl-2
+    users: int  # number of users that it trained in a turn
+    prepared: float  # seconds of its process before its first round
+    first: float  # seconds of the first round
     seconds: Sequence[float]  # of a later round, in each turn
     difference: float  # of its sum from the plain loop's, relative
     mebibytes: float = 0.0  # of the process, beyond the data, after the first round
@@ -26,7 +26,7 @@ class Contest:
 
     @property
     def users_per_second(self) -> float:
-        """Median over the turns."""
+        """The median over the turns."""
         return self.users / statistics.median(self.seconds)
 
 
@@ -38,63 +38,63 @@ class Row:
     contests: Sequence[Contest]  # ours among them
 
     def named(self, name: str) -> Contest | None:
-        """The contestant of a name, if it took part."""
+        """Return the contest of a contestant, if it took part."""
         return next((c for c in self.contests if c.contestant == name), None)
 
     def best(self, library: str) -> Contest | None:
-        """The fastest of a library's numbers of processes."""
+        """Return the contest of a library with its fastest number of processes."""
         of_it = [c for c in self.contests if c.contestant.partition("-")[0] == library]
         return max(of_it, key=lambda contest: contest.users_per_second, default=None)
 
     def ratios(self) -> dict[str, float]:
-        """What bars are about, as far as it was measured."""
+        """Return the ratios that have bars, as far as they were measured."""
         return {name: ratio for name, ratio in self._ratios() if ratio is not None}
 
     def _ratios(self) -> Iterator[tuple[str, float | None]]:
-        ours, plain, alone = self.named(OURS), self.named("plain"), self.named(ALONE)
-        yield "of a plain loop", _times(ours, plain)
-        yield "of pfl, one process each", _times(ours, self.named("pfl"))
-        yield "of pfl at its best", _times(self.named(FORKED) or ours, self.best("pfl"))
-        yield "of the road that a clock takes, by the fixed rule", _times(self.named(RULE), ours)
-        yield "time over equal sizes", _times(self.named(EQUAL), ours)
-        if ours:
-            yield "first round over a later one", ours.first / statistics.median(ours.seconds)
-        if alone and plain and plain.mebibytes > 0:
-            yield "memory of users alone over a plain loop", alone.mebibytes / plain.mebibytes
+        own, loop, alone_run = self.named(OURS), self.named("plain"), self.named(ALONE)
+        yield "of a plain loop", _times(own, loop)
+        yield "of pfl, one process each", _times(own, self.named("pfl"))
+        yield "of pfl at its best", _times(self.named(FORKED) or own, self.best("pfl"))
+        yield "of the road that a clock takes, by the fixed rule", _times(self.named(RULE), own)
+        yield "time over equal sizes", _times(self.named(EQUAL), own)
+        if own:
+            yield "first round over a later one", own.first / statistics.median(own.seconds)
+        if alone_run and loop and loop.mebibytes > 0:
+            yield "memory of users alone over a plain loop", alone_run.mebibytes / loop.mebibytes
 
 
-def _times(one: Contest | None, other: Contest | None) -> float | None:
-    return one.users_per_second / other.users_per_second if one and other else None
+def _times(first: Contest | None, second: Contest | None) -> float | None:
+    return first.users_per_second / second.users_per_second if first and second else None
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """A table to print."""
-    drawn = Table("work", "by", box=None)
+    """Return a table to print."""
+    grid = Table("work", "by", box=None)
     for column in ("users/s", "fedpriv is", "to prepare", "first round", "MiB"):
-        drawn.add_column(column, justify="right")
+        grid.add_column(column, justify="right")
     for row in rows:
-        ours = row.named(OURS)
+        own = row.named(OURS)
         for number, contest in enumerate(row.contests):
-            ratio = _times(ours, contest)
-            drawn.add_row(
+            ratio = _times(own, contest)
+            grid.add_row(
                 row.title if number == 0 else "",
                 contest.contestant,
                 f"{contest.users_per_second:,.0f}",
-                "" if contest is ours or ratio is None else f"{ratio:.2f} ×",
+                "" if contest is own or ratio is None else f"{ratio:.2f} ×",
                 f"{contest.prepared:.2f} s",
                 f"{contest.first:.2f} s",
                 f"{contest.mebibytes:,.0f}",
             )
-    return drawn
+    return grid
 
 
 def ratios_text(row: Row) -> str:
-    """What bars are about, in one line."""
+    """Return the ratios that have bars, in one line."""
     return ", ".join(f"{value:.2f} × {name}" for name, value in row.ratios().items())
 
 
 def figures(row: Row) -> dict[str, object]:
-    """The same for a file, with the seconds of a round in each turn."""
+    """Return the figures for a file, with the seconds of a round in each turn."""
     contests = {
         contest.contestant: {
             "users per second": contest.users_per_second,

@@ -1,13 +1,13 @@
-"""A whole run of DP-SGD beside Opacus: lots drawn, noise added, ε known, accuracy measured.
+"""A whole run of DP-SGD compared with Opacus: lots, noise, ε and accuracy included.
 
-The first row of Bu et al. 2020, Table 1 (lots of 256 images, σ = 1.3), for some epochs; or the same
-with other lots, as the larger they are, the less counts what a round costs besides. Opacus is
-used as its tutorials do: `make_private` with Poisson sampling. Times are from data in memory to the
-accuracy on the test images, imports left out. Each run has a process of its own, in turn.
+It is the first row of Bu et al. 2020, Table 1 (lots of 256 images, σ = 1.3), for some epochs, or
+the same with other lots: in larger lots the fixed costs of a round matter less. Opacus is used as
+in its tutorials: `make_private` with Poisson sampling. Times are from data in memory to the
+accuracy on the test images, without imports. Each run has its own process, and they take turns.
 
     .venv-rivals/bin/python -m simulations.benchmarks.whole_run [--lots 256 600 2048] --json FILE
 
-Data: MNIST's files, in a folder named by FEDPRIV_DATA.
+Data: MNIST's files, in the folder FEDPRIV_DATA.
 """
 
 import argparse
@@ -37,11 +37,11 @@ class Trained:
 
     seconds: float
     accuracy: float
-    epsilon: float  # as the library says
+    epsilon: float  # by the library
 
 
 def ours(people: fedpriv.Population, row: Row) -> Trained:
-    """`fedpriv.simulate`, its ledger on disk included."""
+    """Run `fedpriv.simulate`, including its ledger on disk."""
     with tempfile.TemporaryDirectory() as folder:
         began = perf_counter()
         run = trained(row, people, 0, Path(folder))
@@ -49,7 +49,7 @@ def ours(people: fedpriv.Population, row: Row) -> Trained:
 
 
 def opacus(people: fedpriv.Population, row: Row) -> Trained:
-    """Opacus with its own sampler, optimiser and accountant."""
+    """Run Opacus with its own sampler, optimiser and accountant."""
     from opacus import PrivacyEngine  # noqa: PLC0415 - of the rivals' environment
     from torch.utils.data import DataLoader, TensorDataset  # noqa: PLC0415
 
@@ -65,19 +65,19 @@ def opacus(people: fedpriv.Population, row: Row) -> Trained:
         noise_multiplier=row.noise_multiplier,
         max_grad_norm=row.clipping_norm,
     )
-    left = row.rounds
-    while left:
+    rounds_left = row.rounds
+    while rounds_left:
         for images, labels in lots:
             optimizer.zero_grad()
             torch.autograd.backward(functional.cross_entropy(model(images), labels))
             optimizer.step()
-            left -= 1
-            if not left:
+            rounds_left -= 1
+            if not rounds_left:
                 break
     with torch.no_grad():
-        found = model(torch.from_numpy(people.test["x"])).argmax(dim=1).numpy()
+        predicted = model(torch.from_numpy(people.test["x"])).argmax(dim=1).numpy()
     epsilon = engine.get_epsilon(DELTA)
-    accuracy = float((found == people.test["y"]).mean())
+    accuracy = float((predicted == people.test["y"]).mean())
     return Trained(perf_counter() - began, accuracy, float(epsilon))
 
 
@@ -88,7 +88,7 @@ _LIBRARIES: Mapping[str, Callable[[fedpriv.Population, Row], Trained]] = {
 
 
 def results_table(runs: Mapping[str, Sequence[Trained]], row: Row) -> Table:
-    """Medians of the runs of each library."""
+    """Return a table of medians over the runs of each library."""
     seconds = {name: median(run.seconds for run in of_one) for name, of_one in runs.items()}
     rows = [
         (
@@ -108,22 +108,22 @@ def results_table(runs: Mapping[str, Sequence[Trained]], row: Row) -> Table:
 
 
 def measured(row: Row, repeats: int, threads: int) -> dict[str, list[Trained]]:
-    """Runs of each library, each in a process of its own, in turn."""
-    given = "--lots", str(row.lot), "--epochs", str(row.epochs), "--threads", str(threads)
-    command = [sys.executable, "-m", "simulations.benchmarks.whole_run", *given, "--only"]
+    """Run each library in turn, each run in its own process."""
+    options = "--lots", str(row.lot), "--epochs", str(row.epochs), "--threads", str(threads)
+    command = [sys.executable, "-m", "simulations.benchmarks.whole_run", *options, "--only"]
     runs: dict[str, list[Trained]] = {name: [] for name in _LIBRARIES}
     for _ in range(repeats):
         for name, of_one in runs.items():
-            ended = subprocess.run(
+            process = subprocess.run(
                 [*command, name], stdout=subprocess.PIPE, check=True, env=environment()
             )
-            of_one.append(Trained(**json.loads(ended.stdout.splitlines()[-1])))
+            of_one.append(Trained(**json.loads(process.stdout.splitlines()[-1])))
     return runs
 
 
 def main() -> None:
-    """Run both in turn; print, and write the numbers if asked to."""
-    parser = argparse.ArgumentParser(description="a whole run of DP-SGD beside Opacus")
+    """Run both in turn; print and, if requested, write the numbers."""
+    parser = argparse.ArgumentParser(description="a whole run of DP-SGD, compared with Opacus")
     parser.add_argument("--epochs", type=float, default=2.0)
     parser.add_argument(
         "--lots", type=int, nargs="+", default=[ROWS[0].lot], help="expected images of a round"
@@ -132,23 +132,23 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", choices=list(_LIBRARIES), help="one run, as JSON")
-    given = parser.parse_args()
-    rows = [replace(ROWS[0], epochs=given.epochs, lot=lot) for lot in given.lots]
-    if given.only:
-        torch.set_num_threads(given.threads)
-        print(json.dumps(asdict(_LIBRARIES[given.only](mnist(), rows[0]))))
+    options = parser.parse_args()
+    rows = [replace(ROWS[0], epochs=options.epochs, lot=lot) for lot in options.lots]
+    if options.only:
+        torch.set_num_threads(options.threads)
+        print(json.dumps(asdict(_LIBRARIES[options.only](mnist(), rows[0]))))
         return
-    kept = []
+    runs_done = []
     for row in rows:
-        runs = measured(row, given.repeats, given.threads)
+        runs = measured(row, options.repeats, options.threads)
         print_table(results_table(runs, row))
-        found = {name: [asdict(run) for run in of_one] for name, of_one in runs.items()}
-        kept.append({"lot": row.lot, "epochs": row.epochs, "runs": found})
-    if given.json:
+        content = {name: [asdict(run) for run in of_one] for name, of_one in runs.items()}
+        runs_done.append({"lot": row.lot, "epochs": row.epochs, "runs": content})
+    if options.json:
         packages = ["fedpriv", "torch", "opacus"]
-        about = made_by("benchmarks.whole_run", packages, threads=given.threads)
-        text = json.dumps(about | {"lots": kept}, indent=1)
-        given.json.write_text(f"{text}\n", encoding="utf-8")
+        about = made_by("benchmarks.whole_run", packages, threads=options.threads)
+        text = json.dumps(about | {"lots": runs_done}, indent=1)
+        options.json.write_text(f"{text}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What is trained in a benchmark: works, each with users, a model and local settings.
+"""The works of a benchmark, each with users, a model and local settings.
 
-Where data cannot be had they are random, of the same shapes: how fast a model trains does not
-depend on what they show.
+Data that are not available are replaced by random ones of the same shapes: the speed of training
+does not depend on their content.
 """
 
 import io
@@ -34,7 +34,7 @@ from simulations.benchmarks.roles import data_folder, roles
 from simulations.transformer import CharacterTransformer
 
 Fields = Mapping[str, Tensor]
-"""Inputs [rows, …] of all users by the names of the model's arguments, and at last targets."""
+"""Inputs [rows, …] of all users by the names of the model's arguments, then targets."""
 
 _SEED = 0
 _FEWEST_ROWS, _MOST_ROWS, _PARETO = 5, 500, 1.1
@@ -44,24 +44,23 @@ _FEWEST_ROWS, _MOST_ROWS, _PARETO = 5, 500, 1.1
 class Work:
     """One row of the table."""
 
-    title: str  # what it is, in a few words
+    title: str  # a description in a few words
     build: Callable[[], nn.Module]  # makes the model, with the same initial parameters each time
     fields: Fields
     offsets: NDArray[np.int64]  # user u owns rows offsets[u]:offsets[u + 1]
     local: SGD  # how a user trains
     clipping_norm: float  # S of flat clipping
-    # On how many sums are compared; Flower has as many nodes. They are the last ones, who train in
-    # no turn, and all rows of one are alike, so that their order does not matter.
+    # Number of users on whom sums are compared, and of Flower's nodes. They are the last users and
+    # train in no turn. All rows of such a user are alike, so that their order does not matter.
     copies: int = 0
-    # The largest relative difference of sums; where a model draws masks, only their size is seen.
+    # The largest relative difference of sums; if a model draws masks, only sizes are compared.
     tolerance: float = 1e-4
-    # How many of the first users a contestant trains in a turn, by contestant; all users where it
-    # is not named
+    # How many of the first users a contestant trains in a turn, by contestant; by default all
     turns: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def users(self) -> int:
-        """How many users there are, without copies."""
+        """The number of users, without copies."""
         return len(self.offsets) - 1 - self.copies
 
     @property
@@ -70,16 +69,16 @@ class Work:
         return range(self.users, self.users + self.copies)
 
     def examples_of(self, user: int) -> tuple[Tensor, ...]:
-        """Inputs and targets of a user; views."""
+        """Return inputs and targets of a user, as views."""
         rows = slice(int(self.offsets[user]), int(self.offsets[user + 1]))
         return tuple(tensor[rows] for tensor in self.fields.values())
 
     def users_in_a_turn(self, contestant: str) -> int:
-        """How many users a contestant trains in a turn."""
+        """Return the number of users that a contestant trains in a turn."""
         return self.copies if contestant == "flower" else self.turns.get(contestant, self.users)
 
     def with_copies(self, count: int) -> "Work":
-        """The same with so many of the first users once more, all rows of each like its first."""
+        """Return the work with copies of its first `count` users; a copy repeats its first row."""
         sizes = np.diff(self.offsets)[:count]
         rows = torch.from_numpy(np.repeat(self.offsets[:count], sizes))
         fields = {name: torch.cat([tensor, tensor[rows]]) for name, tensor in self.fields.items()}
@@ -87,7 +86,7 @@ class Work:
         return replace(self, fields=fields, offsets=offsets, copies=count)
 
     def flops_of(self, users: int) -> float:
-        """Floating-point operations of matrix products and convolutions in training some users."""
+        """Return the operations of matrix products and convolutions to train the first users."""
         model, count = self.build(), FlopCounterMode(display=False)
         with count:
             torch.autograd.backward(loss_of(model, [t[:1] for t in self.fields.values()]))
@@ -96,13 +95,13 @@ class Work:
 
 
 def loss_of(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    """Mean loss of a batch: inputs, and at last targets."""
+    """Return the mean loss of a batch: inputs, then targets."""
     *inputs, targets = batch
     return functional.cross_entropy(model(*inputs), targets)
 
 
 def sgd(model: nn.Module, user: Sequence[Tensor], local: SGD) -> None:
-    """Train a model on the examples of a user, in an order of its own in each epoch."""
+    """Train a model on the examples of a user, in a new order in each epoch."""
     optimizer = torch.optim.SGD(trained(model), lr=local.rate)
     rows = len(user[0])
     for _ in range(local.epochs or 1):
@@ -114,31 +113,31 @@ def sgd(model: nn.Module, user: Sequence[Tensor], local: SGD) -> None:
 
 
 def trained(model: nn.Module) -> list[Tensor]:
-    """Parameters that are not frozen."""
+    """Return the parameters that are not frozen."""
     return [p for p in model.parameters() if p.requires_grad]
 
 
 def clipped(update: list[Tensor], clipping_norm: float) -> list[Tensor]:
-    """An update, scaled down if its norm is above a bound."""
+    """Return an update, scaled down if its norm is above a bound."""
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(u) for u in update]))
     factor = torch.clamp(clipping_norm / norm, max=1.0)
     return [part * factor for part in update]
 
 
 def flattened(tensors: Sequence[Tensor]) -> NDArray[np.float64]:
-    """Tensors in the order of the model's parameters, as one vector [D]."""
+    """Return tensors in the order of the model's parameters, as one vector [D]."""
     return torch.cat([t.detach().flatten().cpu() for t in tensors]).double().numpy()
 
 
 def equal(users: int, rows: int) -> list[int]:
-    """Sizes of users who share so many rows as evenly as they can."""
+    """Return sizes of users who share `rows` rows as evenly as possible."""
     return [rows // users + (user < rows % users) for user in range(users)]
 
 
 def pareto(users: int) -> list[int]:
-    """Sizes as people have them: of a Pareto distribution from 5 rows on, cut at 500, in turns."""
-    above = 1 - (np.random.default_rng(_SEED).permutation(users) + 0.5) / users
-    sizes = _FEWEST_ROWS * above ** (-1 / _PARETO)
+    """Return realistic sizes, in random order: Pareto's distribution from 5 rows on, cut at 500."""
+    tail = 1 - (np.random.default_rng(_SEED).permutation(users) + 0.5) / users
+    sizes = _FEWEST_ROWS * tail ** (-1 / _PARETO)
     return [int(min(size, _MOST_ROWS)) for size in sizes.round()]
 
 
@@ -150,9 +149,9 @@ def _normal(sizes: Sequence[int], *shape: int) -> Tensor:
     return torch.randn((sum(sizes), *shape), generator=torch.Generator().manual_seed(_SEED))
 
 
-def _integers(sizes: Sequence[int], least: int, below: int, *shape: int) -> Tensor:
+def _integers(sizes: Sequence[int], low: int, high: int, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(_SEED + 1)
-    return torch.randint(least, below, (sum(sizes), *shape), generator=generator)
+    return torch.randint(low, high, (sum(sizes), *shape), generator=generator)
 
 
 def _images(sizes: Sequence[int]) -> Fields:
@@ -160,19 +159,19 @@ def _images(sizes: Sequence[int]) -> Fields:
 
 
 def _texts(sizes: Sequence[int], alphabet: int, length: int) -> Fields:
-    text = _integers(sizes, 1, alphabet, length + 1)  # 0 fills up
+    text = _integers(sizes, 1, alphabet, length + 1)  # 0 is for padding
     return {"text": text[:, :-1].contiguous(), "y": text[:, 1:].contiguous()}
 
 
 def _cifar(sizes: Sequence[int]) -> Fields:
-    """Images of CIFAR-10 where they are on this machine, or else random."""
+    """Return images of CIFAR-10 if they are on this machine, or else random ones."""
     file = data_folder() / "cifar10" / "cifar10.npz"
     if not file.exists():
         return {"x": _normal(sizes, 3, 32, 32), "y": _integers(sizes, 0, 10)}
     from PIL import Image  # noqa: PLC0415 - where there are images
 
-    with np.load(file) as kept:
-        ends, labels, packed = kept["train_offsets"], kept["train_labels"], kept["train_jpeg"]
+    with np.load(file) as arrays:
+        ends, labels, packed = arrays["train_offsets"], arrays["train_labels"], arrays["train_jpeg"]
     files = [packed[a:b].tobytes() for a, b in itertools.pairwise(ends[: sum(sizes) + 1])]
     images = [np.asarray(Image.open(io.BytesIO(file))) for file in files]
     x = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous().float() / 255 - 0.5
@@ -180,8 +179,8 @@ def _cifar(sizes: Sequence[int]) -> Fields:
 
 
 def _towers(sizes: Sequence[int]) -> Fields:
-    both = _normal(sizes, 2, 64)
-    return {"seen": both[:, 0].clone(), "item": both[:, 1].clone(), "y": _integers(sizes, 0, 2)}
+    pair = _normal(sizes, 2, 64)
+    return {"seen": pair[:, 0].clone(), "item": pair[:, 1].clone(), "y": _integers(sizes, 0, 2)}
 
 
 def _vectors(sizes: Sequence[int]) -> Fields:
@@ -198,7 +197,7 @@ def _variant(name: str, sizes: Sequence[int]) -> Fields:
 
 
 def _gpt() -> nn.Module:
-    """A character transformer of four blocks, of which adapters of rank 4 are trained."""
+    """Return a character transformer of four blocks, with adapters of rank 4 to train."""
     model = CharacterTransformer(length=64, width=128, heads=4, blocks=4)
     return with_adapters(model, 4, 8, ["blocks.*"])
 
@@ -219,9 +218,9 @@ def _work(
     tolerance: float = 1e-4,
     turns: Mapping[str, int] | None = None,
 ) -> Work:
-    """A row: a model, data of users of these sizes, and a plan of one local epoch."""
-    few, many = f"{min(sizes):,}", f"{max(sizes):,}"
-    rows = few if few == many else f"{few} to {many}"
+    """Return a work: a model, data of users of these sizes, and a plan of one local epoch."""
+    fewest, most = f"{min(sizes):,}", f"{max(sizes):,}"
+    rows = fewest if fewest == most else f"{fewest} to {most}"
     title = f"{title}, {len(sizes):,} users × {rows}"
     local = SGD(learning_rate=0.1, batch_size=batch_size, epochs=1)
     offsets = np.cumsum([0, *sizes])
@@ -253,7 +252,7 @@ def _transformer(sizes: Sequence[int]) -> Work:
 _LENGTH, _SENTENCES = 20, [20] * 8  # words of a sentence of StackOverflow, and sentences of users
 _FEWER = dict.fromkeys(("alone", "plain", "pfl"), 200)  # who train one user after another
 _sentences = partial(_texts, alphabet=WORDS, length=_LENGTH)
-_SMALL = 1e-3  # sums differ by as much where updates are small differences of parameters in float32
+_SMALL = 1e-3  # tolerance if updates are small differences of parameters in float32
 _language = partial(
     _work,
     data=_sentences,
@@ -263,7 +262,7 @@ _language = partial(
     tolerance=_SMALL,
 )
 _attending = partial(language_transformer, _LENGTH)
-_MASKS = 0.5  # sums differ by as much where masks are drawn
+_MASKS = 0.5  # tolerance if masks are drawn
 
 WORKS: Mapping[str, Callable[[], Work]] = {
     "mlp": lambda: _work("MLP 784–128–10", mlp, _images, [50] * 100),

@@ -1,4 +1,4 @@
-"""Where files of data sets lie, and tables of numbers in .csv files."""
+"""The location of data sets' files, and tables of numbers in .csv files."""
 
 import gzip
 import os
@@ -17,18 +17,18 @@ _ENVIRONMENT = "FEDPRIV_DATA"
 def find_file(
     folder: str | Path | None, title: str, files: Sequence[str], inside: str, source: str
 ) -> Path:
-    """The first of some files that is in a folder, or in that of the name `inside` within it.
+    """Return the first of some files that exists in a folder, or in its subfolder `inside`.
 
-    The folder is the one given, or else FEDPRIV_DATA's.
+    The folder is `folder`, or else the one in FEDPRIV_DATA.
     """
-    named = os.environ.get(_ENVIRONMENT) if folder is None else folder
-    if not isinstance(named, (str, Path, type(None))):
-        raise DataError(f"folder is {named!r}; it must be a path")
+    path = os.environ.get(_ENVIRONMENT) if folder is None else folder
+    if not isinstance(path, (str, Path, type(None))):
+        raise DataError(f"folder is {path!r}; it must be a path")
     any_of = " or ".join(files)
-    if not named:
-        how = f"give folder= or set {_ENVIRONMENT} to the folder that holds {any_of}"
-        raise DataError(f"no folder for {title}: {how}; {source}")
-    places = (Path(named), Path(named) / inside)
+    if not path:
+        advice = f"give folder= or set {_ENVIRONMENT} to the folder that holds {any_of}"
+        raise DataError(f"no folder for {title}: {advice}; {source}")
+    places = (Path(path), Path(path) / inside)
     for place in places:
         for file in files:
             if (place / file).is_file():
@@ -37,16 +37,16 @@ def find_file(
 
 
 def read_csv(path: Path, columns: Sequence[str]) -> dict[str, NDArray[np.float64]]:
-    """Columns [rows] of finite numbers by name, of a .csv file with a line of names, or a .gz."""
+    """Return columns [rows] of finite numbers by name, from a .csv(.gz) file with a header."""
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
             header = [name.strip('"') for name in next(lines, "").strip().split(",")]
-            if absent := [name for name in columns if name not in header]:
-                missing = f"its first line does not name the column {absent[0]!r}"
+            if unnamed := [name for name in columns if name not in header]:
+                missing = f"its first line does not name the column {unnamed[0]!r}"
                 raise DataError(f"{path} cannot be read: {missing}")
-            wanted = [header.index(name) for name in columns]
+            indices = [header.index(name) for name in columns]
             text = [line for line in lines if line.strip()]
-            rows = np.loadtxt(text, delimiter=",", usecols=wanted, ndmin=2) if text else None
+            rows = np.loadtxt(text, delimiter=",", usecols=indices, ndmin=2) if text else None
     except (OSError, EOFError, zlib.error, ValueError) as error:
         # The text of an error may quote the content.
         raise DataError(f"{path} cannot be read as a table of numbers") from error

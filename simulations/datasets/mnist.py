@@ -25,13 +25,12 @@ _MEAN, _STDDEV = 0.1307, 0.3081
 
 
 def load_mnist_writers(folder: str | Path | None = None) -> Population:
-    """Load MNIST, each training writer a user: 539 users of 19 to 131 images.
+    """Load MNIST, where each writer of training images is a user: 539 users of 19 to 131 images.
 
-    The test rows are MNIST's 10,000 test images, held out by their 297 writers, who are none of the
-    users. User ids are NIST's numbers of writers as QMNIST has them (Yadav and Bottou 2019,
-    arXiv:1905.10498).
+    The test rows are MNIST's 10,000 test images, by 297 other writers. User ids are NIST's numbers
+    of writers, from QMNIST (Yadav and Bottou 2019, arXiv:1905.10498).
 
-    The folder (None: FEDPRIV_DATA), or one `mnist` in it, holds MNIST's four idx .gz files, and
+    The folder (None: FEDPRIV_DATA), or its subfolder `mnist`, holds MNIST's four idx .gz files, and
     mnist_writers.npz (train_writer and test_writer, integers [60000] and [10000]), or QMNIST's
     qmnist-train-labels-idx2-int.gz and qmnist-test-labels-idx2-int.gz. Pixels are scaled to [0, 1],
     less 0.1307, divided by 0.3081: x is float32 [rows, 1, 28, 28].
@@ -56,8 +55,8 @@ def _read_pair(place: Path, files: tuple[str, str]) -> tuple[Array, NDArray[np.i
     images_path, labels_path = (place / name for name in files)
     images, labels = _read_idx(images_path, dimensions=3), _read_idx(labels_path, dimensions=1)
     if images.dtype != np.uint8 or images.shape[1:] != (28, 28):
-        found = f"{images.dtype}{list(images.shape[1:])}"
-        raise DataError(f"{images_path} has images {found}; they must be uint8[28, 28]")
+        kind = f"{images.dtype}{list(images.shape[1:])}"
+        raise DataError(f"{images_path} has images {kind}; they must be uint8[28, 28]")
     if len(labels) != len(images):
         raise DataError(f"{labels_path} has {len(labels)} labels for {len(images)} images")
     if labels.size and labels.max() > 9:
@@ -75,12 +74,12 @@ def _read_idx(path: Path, dimensions: int) -> NDArray[np.integer]:
         values = np.frombuffer(content, _IDX_DTYPES[code], offset=4 + 4 * dimensions)
         return values.reshape(shape).astype(values.dtype.newbyteorder("="))
     except (OSError, EOFError, zlib.error, struct.error, KeyError, ValueError) as error:
-        legal = f"a gzip-compressed idx file of integers in {dimensions} dimensions"
-        raise DataError(f"{path} cannot be read; it must be {legal}") from error
+        condition = f"a gzip-compressed idx file of integers in {dimensions} dimensions"
+        raise DataError(f"{path} cannot be read; it must be {condition}") from error
 
 
 def _read_writers(folder: Path, part: str, images: int) -> NDArray[np.int64]:
-    """NIST writer of each image, from mnist_writers.npz or else from QMNIST's labels."""
+    """Return the NIST writer of each image, from mnist_writers.npz or else QMNIST's labels."""
     derived, original = folder / _WRITERS, folder / f"qmnist-{part}-labels-idx2-int.gz"
     if derived.is_file():
         writers = read_npz(derived).get(f"{part}_writer")
@@ -89,20 +88,20 @@ def _read_writers(folder: Path, part: str, images: int) -> NDArray[np.int64]:
     elif original.is_file():
         columns = _read_idx(original, dimensions=2)
         if columns.shape[1] <= _WRITER_COLUMN:
-            found = f"{original} has {columns.shape[1]} columns"
-            raise DataError(f"{found}; the writer is column 2 of 8")
-        # QMNIST has 50,000 test images more, which come after MNIST's.
+            columns_text = f"{original} has {columns.shape[1]} columns"
+            raise DataError(f"{columns_text}; the writer is column 2 of 8")
+        # QMNIST has 50,000 additional test images, after MNIST's.
         writers = columns[: images if part == "test" else None, _WRITER_COLUMN]
     else:
-        both = f"{_WRITERS} and {original.name}"
-        raise DataError(f"{both} are absent from {folder}; {_QMNIST_SOURCE}")
+        names = f"{_WRITERS} and {original.name}"
+        raise DataError(f"{names} are absent from {folder}; {_QMNIST_SOURCE}")
     if len(writers) != images:
         raise DataError(f"{folder} has {len(writers)} writers for {images} {part} images")
     return writers.astype(np.int64)
 
 
 def _normalised(pixels: Array) -> NDArray[np.float32]:
-    """uint8 [rows, 28, 28] → float32 [rows, 1, 28, 28]."""
+    """Return pixels as inputs: uint8 [rows, 28, 28] → float32 [rows, 1, 28, 28]."""
     table = ((np.arange(256) / 255.0 - _MEAN) / _STDDEV).astype(np.float32)
     images: NDArray[np.float32] = table[pixels][:, np.newaxis]
     return images

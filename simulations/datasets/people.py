@@ -1,10 +1,10 @@
-"""People measured or asked: sensors worn by subjects, voices of patients, a census.
+"""Data sets of people: sensors worn by subjects, voices of patients, a census.
 
-Each person is a user with all of its rows, and held-out rows are by people who are no users; where
-they have many rows, the rows say whose they are, for figures by person.
-Inputs are scaled by constants of physics, of medicine or of the questionnaire, never by statistics
-of the users' data, which would be a release without a charge. All questions about the same people
-have one name in the ledger, so their costs add up.
+Each person is a user with all of its rows. Held-out rows belong to people who are not users; where
+they have many rows, the rows name their person, for figures by person. Inputs are scaled by
+constants of physics, of medicine or of the questionnaire, never by statistics of the users' data,
+which would be a release without a charge. All tasks on the same people have one name in the ledger,
+so their costs add up.
 
 Sources: HAR by M. Matey-Sanz, S. Casteleyn, C. Granell, https://doi.org/10.5281/zenodo.8398688,
 CC BY 4.0. Parkinsons by A. Tsanas, M. A. Little, P. E. McSharry, L. O. Ramig,
@@ -33,8 +33,8 @@ _HAR_SOURCE = "the recordings are at https://doi.org/10.5281/zenodo.8398688, see
 _HAR_DEVICES = {"phone": "sp", "watch": "sw"}
 _WINDOW = 128  # samples, at 100 Hz
 _GRAVITY, _HALF_TURN = 9.81, np.pi  # m/s² and rad/s
-# Of mean, standard deviation, minimum, maximum and mean absolute difference between neighbours:
-# their size, roughly, in people who move, as a part of the units above. Round, and not computed.
+# Rough sizes of mean, standard deviation, minimum, maximum and mean absolute difference between
+# neighbours in people who move, in the units above. Round numbers, not computed from data.
 _STATISTIC_SIZES = (1.0, 0.25, 1.0, 1.0, 0.05)
 
 PARKINSONS_FILES = ("parkinsons_updrs.data.gz", "parkinsons_updrs.data")
@@ -42,9 +42,9 @@ _PARKINSONS_SOURCE = "it is no. 189 of the UCI repository, https://doi.org/10.24
 _PATIENT = "subject#"
 _EVERY = 5
 # Centre and size of the target: points that are common early in the disease, on scales that end
-# at 108 and 176. Round, and taken as public: the patients' own means are published and close.
+# at 108 and 176. Round numbers, considered public: the patients' own means are published and close.
 _UPDRS = {"motor_UPDRS": (20.0, 10.0), "total_UPDRS": (30.0, 10.0)}
-# Positive and skewed, so they enter as logarithms of their ratio to what is usual: for jitter and
+# Positive and skewed, so they enter as logarithms of their ratio to a usual value: for jitter and
 # shimmer the thresholds of Kay's Multi-Dimensional Voice Program, or else round numbers.
 _USUAL = {
     "Jitter(%)": 0.0104,
@@ -60,7 +60,7 @@ _USUAL = {
     "Shimmer:DDA": 0.06,
     "NHR": 0.02,
 }
-# Centre and size of the others: round numbers, taken as public too.
+# Centre and size of the others: round numbers, also considered public.
 _LINEAR = {
     "HNR": (20.0, 5.0),
     "RPDE": (0.5, 0.1),
@@ -82,15 +82,15 @@ _CENSUS_SOURCE = (
     f"it is data/{CENSUS_FILE} of https://github.com/privacytoolsproject/cs208, "
     "of the US census of 2000"
 )
-_AGES = (25, 35, 45, 55, 65, 75)  # where a new group of ages begins
+_AGES = (25, 35, 45, 55, 65, 75)  # first ages of groups
 _LEVELS = 16  # of education, from 1
-_CENSUS_PART = 10  # of which one is held out
+_CENSUS_PART = 10  # one in ten people is held out
 
 
 def load_har(
     folder: str | Path | None = None, device: str = "watch", inputs: str = "features"
 ) -> Population:
-    """Load what 23 people did with a phone or a watch on them: 18 users, and 5 held out.
+    """Load recordings of 23 people with a phone or a watch: 18 users, and 5 held out.
 
     The recordings are those of Matey-Sanz et al. 2023 ("Dataset of inertial measurements of
     smartphones and smartwatches", doi 10.1016/j.dib.2023.109809), in windows of 128 samples at 100
@@ -122,14 +122,14 @@ def load_parkinsons(folder: str | Path | None = None, target: str = "total_UPDRS
     The data are those of Tsanas et al. 2009 ("Accurate telemonitoring of Parkinson's disease
     progression by non-invasive speech tests"): 101 to 168 recordings of each patient. Every fifth
     patient, from the fifth, is held out. x is float32 [rows, 19]: 16 measures of the voice, age,
-    sex and days since the start; of those that are positive and skewed, the natural logarithm of
+    sex and days since the start. Positive and skewed measures enter as the natural logarithm of
     their ratio to a constant of this module.
 
     The target is "motor_UPDRS" or "total_UPDRS", the severity in points. y is float32 [rows, 1],
     for the loss "mse": tens of points above 20 (motor) or 30 (total).
 
-    The folder (None: FEDPRIV_DATA), or one `parkinsons` in it, holds UCI's parkinsons_updrs.data,
-    or that with .gz.
+    The folder (None: FEDPRIV_DATA), or its subfolder `parkinsons`, holds UCI's
+    parkinsons_updrs.data, or the same with .gz.
     """
     _check_choice("target", target, _UPDRS)
     path = find_file(folder, "Parkinsons", PARKINSONS_FILES, "parkinsons", _PARKINSONS_SOURCE)
@@ -141,15 +141,15 @@ def load_parkinsons(folder: str | Path | None = None, target: str = "total_UPDRS
     if patient.min() < 1 or np.any(patient != columns[_PATIENT]):
         raise DataError(f"{path} holds a {_PATIENT} that is not a whole number from 1")
     logarithms = [np.log(columns[name] / usual) for name, usual in _USUAL.items()]
-    others = [(columns[name] - centre) / size for name, (centre, size) in _LINEAR.items()]
-    x = np.stack([*logarithms, *others], axis=1).astype(np.float32)
+    linear = [(columns[name] - centre) / size for name, (centre, size) in _LINEAR.items()]
+    x = np.stack([*logarithms, *linear], axis=1).astype(np.float32)
     centre, size = _UPDRS[target]
     y = ((columns[target] - centre) / size).astype(np.float32)[:, np.newaxis]
     return _population("parkinsons", "patients", path, x, y, patient, patient % _EVERY == 0)
 
 
 def find_census(folder: str | Path | None = None) -> Path:
-    """The census's file in a folder (None: FEDPRIV_DATA), or in `census_pums` inside it."""
+    """Return the census's file in a folder (None: FEDPRIV_DATA), or its subfolder `census_pums`."""
     return find_file(folder, "the census", (CENSUS_FILE,), "census_pums", _CENSUS_SOURCE)
 
 
@@ -163,7 +163,7 @@ def load_census(
     `census_facts`: [rows, 45] of 13 facts, or with the fact employed [rows, 47] for incomes. Ids
     are positions in the file.
 
-    The folder (None: FEDPRIV_DATA), or one `census_pums` in it, holds FultonPUMS5full.csv.
+    The folder (None: FEDPRIV_DATA), or its subfolder `census_pums`, holds FultonPUMS5full.csv.
     """
     _check_choice("target", target, CENSUS_TARGETS)
     random = np.random.default_rng(check_count("seed", seed, least=0))
@@ -176,19 +176,19 @@ def load_census(
     people = len(columns["age"])
     held_out = np.zeros(people, bool)
     held_out[random.permutation(people)[: people // _CENSUS_PART]] = True
-    above = columns["income"] > INCOME
-    y = (columns["employed"] == 1.0 if target == "employed" else above).astype(np.int64)
+    rich = columns["income"] > INCOME
+    y = (columns["employed"] == 1.0 if target == "employed" else rich).astype(np.int64)
     x = census_facts(columns, [name for name in YES_OR_NO if name != target])
-    made = _population("census", "people", path, x, y, np.arange(people), held_out)
-    # Of one row each, figures by person would say nothing.
-    test = {field: rows for field, rows in made.test.items() if field != HELD_OUT_USER}
-    return Population(f"{made.name}, seed {seed}", made.users, test)
+    population = _population("census", "people", path, x, y, np.arange(people), held_out)
+    # With one row per person, figures by person would be meaningless.
+    test = {field: rows for field, rows in population.test.items() if field != HELD_OUT_USER}
+    return Population(f"{population.name}, seed {seed}", population.users, test)
 
 
 def census_facts(
     columns: Mapping[str, Floats], yes_or_no: Sequence[str] = YES_OR_NO
 ) -> NDArray[np.float32]:
-    """One-hot facts float32 [rows, 23 + 2·answers]: 7 groups of ages, 16 levels of education.
+    """Return one-hot facts float32 [rows, 23 + 2·answers]: 7 groups of ages, 16 of education.
 
     Ages are grouped from 25, 35, … 75 years; each answer has a column for no and one for yes.
     """
@@ -201,41 +201,41 @@ def census_facts(
 
 def _population(
     name: str,
-    called: str,
+    people: str,
     path: Path,
     x: Array,
     y: Array,
     person: NDArray[np.int64],
     held_out: NDArray[np.bool_],
 ) -> Population:
-    """People who are held out, and the others as users.
+    """Return a population of the people who are not held out, and the others as held-out rows.
 
-    What is asked about them is no part of the name, as charges for both questions must add up.
+    The target is not part of the name, because charges for all targets must add up.
     """
     if held_out.all() or not held_out.any():
-        raise DataError(f"{path} must hold {called} who are users and {called} who are held out")
+        raise DataError(f"{path} must hold {people} who are users and {people} who are held out")
     users = from_arrays({"x": x[~held_out], "y": y[~held_out]}, person[~held_out])
     test = {"x": x[held_out], "y": y[held_out], HELD_OUT_USER: person[held_out]}
-    return Population(f"{name}: {users.population} {called}", users, test)
+    return Population(f"{name}: {users.population} {people}", users, test)
 
 
-def _check_choice(name: str, value: object, legal: Sequence[str] | Mapping[str, object]) -> None:
-    if not isinstance(value, str) or value not in legal:
-        raise InvalidValueError(f"{name} is {value!r}; {known_names(str(value), legal)}")
+def _check_choice(name: str, value: object, choices: Sequence[str] | Mapping[str, object]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise InvalidValueError(f"{name} is {value!r}; {known_names(str(value), choices)}")
 
 
 def _read_har(
     path: Path, device: str
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Samples [samples, 6], and of each window [rows] its first sample, activity and subject."""
+    """Return samples [samples, 6], and each window's first sample, activity and subject: [rows]."""
     arrays = read_npz(path)
-    names = [f"{device}_{each}" for each in ("x", "win_start", "win_label", "win_subject")]
-    if absent := [name for name in names if name not in arrays]:
-        raise DataError(f"{path} has no array {absent[0]!r}")
+    names = [f"{device}_{field}" for field in ("x", "win_start", "win_label", "win_subject")]
+    if missing := [name for name in names if name not in arrays]:
+        raise DataError(f"{path} has no array {missing[0]!r}")
     samples, *of_windows = (arrays[name] for name in names)
     if samples.dtype.kind != "f" or samples.shape[1:] != (6,):
-        found = f"{samples.dtype}{list(samples.shape)}"
-        raise DataError(f"{names[0]!r} in {path} is {found}; it must be floats [samples, 6]")
+        kind = f"{samples.dtype}{list(samples.shape)}"
+        raise DataError(f"{names[0]!r} in {path} is {kind}; it must be floats [samples, 6]")
     if not np.isfinite(samples).all():
         raise DataError(f"{names[0]!r} in {path} holds a number that is not finite")
     shapes = {array.shape for array in of_windows}
@@ -252,7 +252,7 @@ def _read_har(
 
 
 def _features(windows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """[rows, 6, 128] → [rows, 40]: each statistic of eight channels, one after the other."""
+    """Return each statistic of eight channels, one after the other: [rows, 6, 128] → [rows, 40]."""
     rows = windows.reshape(len(windows), 2, 3, _WINDOW)
     magnitudes = np.sqrt(np.square(rows).sum(axis=2))
     channels = np.concatenate([windows, magnitudes], axis=1)

@@ -25,7 +25,7 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Setting:
-    """Rounds of the Poisson-subsampled Gaussian, and the δ at which ε is asked for."""
+    """Rounds of the Poisson-subsampled Gaussian, and the δ of ε."""
 
     q: float
     sigma: float
@@ -53,7 +53,7 @@ class Setting:
         return math.sqrt(2 * math.log(1.25 / self.round_delta)) / self.sigma
 
     def strong_composition(self, per_round: float, mean_factor: float) -> float:
-        """√(2T·log(1/δ'))·ε + T·ε·mean_factor with δ' = δ/2 (Dwork & Roth 2014, Theorem 3.20)."""
+        """Return √(2T·log(1/δ'))·ε + T·ε·mean_factor, δ' = δ/2 (Dwork & Roth 2014, Th. 3.20)."""
         tail = math.sqrt(2 * self.rounds * math.log(2 / self.delta)) * per_round
         return tail + self.rounds * per_round * mean_factor
 
@@ -63,15 +63,15 @@ COUNTEREXAMPLE = Setting(q=0.01, sigma=0.5, rounds=1, delta=1e-5)
 
 
 def published_composition(setting: Setting) -> float:
-    """The argument that ends at 9.34: ε₀ amplified to q·ε₀. Not a bound."""
+    """Return the result of the argument that gives 9.34: ε₀ amplified to q·ε₀. Not a bound."""
     per_round = setting.q * setting.classical_epsilon
     return setting.strong_composition(per_round, per_round)
 
 
 def valid_composition(setting: Setting) -> float:
-    """The same with amplification to log(1 + q·(e^{ε₀} − 1)) and the mean ε·(e^ε − 1). A bound.
+    """Return the same with amplification to log(1 + q·(e^{ε₀} − 1)) and mean ε·(e^ε − 1): a bound.
 
-    The classical ε₀ is replaced by the exact one where it is below it.
+    If the classical ε₀ is below the exact one, the exact one is used.
     """
     base = max(setting.classical_epsilon, epsilon(setting.round_delta, setting.sigma))
     per_round = math.log1p(setting.q * math.expm1(base))
@@ -79,17 +79,17 @@ def valid_composition(setting: Setting) -> float:
 
 
 def claims() -> tuple[Claim, ...]:
-    """What the paper says of its example, and what better conversions make of it."""
+    """Return the paper's claims about its example, and the results of better conversions."""
     rounds, delta, exact = EXAMPLE.composed, EXAMPLE.delta, EXAMPLE.exact
     moments = composed_rdp(rounds, ORDERS)
     by_2016 = epsilon_from_rdp_2016(ORDERS, moments, delta)
     by_2020 = epsilon_from_rdp(ORDERS, moments, delta)
-    wrong, elsewhere = published_composition(EXAMPLE), published_composition(COUNTEREXAMPLE)
+    example, elsewhere = published_composition(EXAMPLE), published_composition(COUNTEREXAMPLE)
     proof, flaw = Argument.PROOF, Argument.FLAW
     return (
         Claim("moments accountant", "1.26", by_2016, exact, proof),
         Claim("moments, conversion of 2020", "", by_2020, exact, proof),
-        Claim("strong composition", "9.34", wrong, exact, flaw),
+        Claim("strong composition", "9.34", example, exact, flaw),
         Claim("strong composition, σ = 0.5, T = 1", "", elsewhere, COUNTEREXAMPLE.exact, flaw),
         Claim(
             "strong composition, amplified validly", "", valid_composition(EXAMPLE), exact, proof

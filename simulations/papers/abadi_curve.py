@@ -19,18 +19,18 @@ ROUNDS_PER_EPOCH = 100
 
 
 def after(epochs: int) -> Setting:
-    """The paper's example after so many epochs."""
+    """Return the paper's example after this number of epochs."""
     return replace(EXAMPLE, rounds=epochs * ROUNDS_PER_EPOCH)
 
 
 def moments(setting: Setting) -> float:
-    """ε of the moments accountant with the conversion of the paper."""
+    """Return ε of the moments accountant with the conversion of the paper."""
     rdp = composed_rdp(setting.composed, ORDERS)
     return epsilon_from_rdp_2016(ORDERS, rdp, setting.delta)
 
 
 def curve_table() -> Table:
-    """A line per number of epochs."""
+    """Return a table with a line per number of epochs."""
     table = Table(title="Abadi et al. 2016, Figure 2: ε at q = 0.01, σ = 4, δ = 1e-5")
     for column in ("epochs", "moments accountant", "strong composition", "exact"):
         table.add_column(column, justify="right", no_wrap=True)

@@ -2,13 +2,13 @@
 
     python -m simulations.papers.abadi_mnist [--epochs FACTOR] [--both FACTOR] [--rows N …]
 
-Their network, lots of 600, δ, ε and noise on the components (section 5.2, arXiv:1607.00133). Their
-noise on gradients, σ = 8, 4 and 2, was chosen with an older analysis and trains for hundreds of
-epochs until ε is spent. Here the epochs are given, and the noise is the least that keeps components
-and rounds together within ε, exactly; steps have momentum and fall to zero. The second arm has no
-query, so that its rounds may spend all of ε; it has eleven times as many parameters, so that both
-may be compared at fewer epochs. The record is an image. Data: MNIST's files, in a folder named by
-FEDPRIV_DATA.
+Network, lots of 600, δ, ε and noise on the components are those of the paper (section 5.2,
+arXiv:1607.00133). Its noise on gradients, σ = 8, 4 and 2, was chosen with an older analysis, and
+allows hundreds of epochs until ε is spent. Here the epochs are given, and the noise is the least
+that keeps components and rounds together within ε, exactly; steps have momentum and fall to zero.
+The second arm has no query, so its rounds may spend all of ε. It has eleven times as many
+parameters, so both arms can be compared at fewer epochs. The record is an image. Data: MNIST's
+files, in the folder FEDPRIV_DATA.
 """
 
 import argparse
@@ -47,14 +47,14 @@ DELTA, HIDDEN = 1e-5, 1000
 
 @dataclass(frozen=True)
 class Setting:
-    """How one ε is spent."""
+    """The settings at one ε."""
 
     epsilon: float
     epochs: float
     components: int
     component_noise: float  # z of their query, in which every image is asked
     learning_rate: float  # of the average, in the first round
-    paper: float  # accuracy that it prints, on components
+    paper: float  # accuracy in the paper, on components
     q: float = 0.01
     clipping_norm: float = 1.0
     momentum: float = 0.9
@@ -74,23 +74,23 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Found:
-    """What an arm gave under some seeds."""
+    """Results of an arm under some seeds."""
 
     setting: Setting
     components: int | None  # None is all pixels
     noise_multiplier: float  # of rounds
-    epsilon: float  # that the ledger of a run costs, the query included
+    epsilon: float  # of a run's ledger, including the query
     here: tuple[float, ...]  # accuracies
 
     @classmethod
     def read(cls, row: dict[str, Any]) -> Self:
-        """Of its `asdict`, read from JSON."""
-        setting, here = Setting(**row["setting"]), tuple(row["here"])
-        return cls(**row | {"setting": setting, "here": here})
+        """Return the results with this `asdict`, read from JSON."""
+        setting, accuracies = Setting(**row["setting"]), tuple(row["here"])
+        return cls(**row | {"setting": setting, "here": accuracies})
 
     @property
     def key(self) -> tuple[Setting, int | None]:
-        """What tells rows apart."""
+        """The identity of a row."""
         return self.setting, self.components
 
 
@@ -101,7 +101,7 @@ def projected(
     seed: int,
     ledger: Path,
 ) -> tuple[fedpriv.Population, list[RoundEvent]]:
-    """The people along the components of their images, which a ledger is charged for."""
+    """Return the people projected on the components of their images, and the charged events."""
     images = records_of(people, mechanism)
     inputs = math.prod(people.test["x"].shape[1:])
     everybody = PoissonSampling(images.users.population, 1.0, Unit.EXAMPLE)
@@ -187,17 +187,17 @@ def measure(
 
 
 def results_table(results: Sequence[Found]) -> Table:
-    """Paper, here, and what it really costs."""
+    """Return a table with the paper's accuracy, ours, and the exact cost."""
     rows = []
-    for each in results:
-        setting = each.setting
-        asked = each.components is not None
-        query = f"{setting.component_noise:g}" if asked else ""
-        inputs = f"{each.components} components" if asked else "all pixels"
-        paper = f"{setting.paper:.0%}" if asked else ""
-        noise = f"{each.noise_multiplier:.3f}"
+    for result in results:
+        setting = result.setting
+        private = result.components is not None
+        query = f"{setting.component_noise:g}" if private else ""
+        inputs = f"{result.components} components" if private else "all pixels"
+        paper = f"{setting.paper:.0%}" if private else ""
+        noise = f"{result.noise_multiplier:.3f}"
         sizes = f"{setting.epsilon:g}", f"{setting.epochs:g}", query, noise
-        rows.append((inputs, *sizes, paper, mean_of(each.here), epsilon_up(each.epsilon)))
+        rows.append((inputs, *sizes, paper, mean_of(result.here), epsilon_up(result.epsilon)))
     names = "ε", "epochs", "σ of the query", "σ", "paper", "here", "exact ε"
     columns = [Column("inputs", "text"), *map(Column, names)]
     return Table(f"MNIST by the network of Abadi et al. 2016, δ = {DELTA:g}", columns, rows)
@@ -207,29 +207,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train all; print and write the table and the numbers."""
     parser = argparse.ArgumentParser(description="MNIST as in Abadi et al. 2016")
     parser.add_argument("--epochs", type=float, default=1.0, help="factor, on components")
-    parser.add_argument("--both", type=float, default=1.0, help="factor, on both side by side")
-    help_rows = "train these of the table; others keep the results that they have"
+    parser.add_argument("--both", type=float, default=1.0, help="factor, when both compete")
+    help_rows = "train these of the table; others keep their results"
     parser.add_argument("--rows", type=int, nargs="+", help=help_rows)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("simulations/results"))
-    given = parser.parse_args(arguments)
-    arms = dict.fromkeys([(given.epochs, True), (given.both, True), (given.both, False)])
+    options = parser.parse_args(arguments)
+    arms = dict.fromkeys([(options.epochs, True), (options.both, True), (options.both, False)])
     rows = list(product(arms, SETTINGS))
     results = dict[tuple[Setting, int | None], Found]()
-    if given.rows:
-        if not set(given.rows) <= set(range(1, len(rows) + 1)):
-            parser.error(f"--rows is {given.rows}; each must be from 1 to {len(rows)}")
-        rows = [rows[number - 1] for number in given.rows]
-        kept = [Found.read(each) for each in read_results(given.folder, "abadi_mnist")]
-        results = {each.key: each for each in kept}
+    if options.rows:
+        if not set(options.rows) <= set(range(1, len(rows) + 1)):
+            parser.error(f"--rows is {options.rows}; each must be from 1 to {len(rows)}")
+        rows = [rows[number - 1] for number in options.rows]
+        earlier_results = [
+            Found.read(result) for result in read_results(options.folder, "abadi_mnist")
+        ]
+        results = {result.key: result for result in earlier_results}
     people = mnist()
-    for (factor, asked), setting in rows:
+    for (factor, components), setting in rows:
         scaled = replace(setting, epochs=setting.epochs * factor)
-        found = measure(scaled, people, given.seeds, private_components=asked)
-        results[found.key] = found
+        measured = measure(scaled, people, options.seeds, private_components=components)
+        results[measured.key] = measured
         every = list(results.values())
-        content = [asdict(each) for each in every]
-        write_results(results_table(every), content, given.folder, "abadi_mnist")
+        content = [asdict(result) for result in every]
+        write_results(results_table(every), content, options.folder, "abadi_mnist")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python -m simulations.papers.allocation
 
-A user is in exactly k random rounds of every pass of n. What does a pass cost, compared with a
-Poisson sample that has the user in k rounds on average, and with n Gaussian rounds of which k in
-known places have the user?
+A user is in exactly k random rounds of every pass of n. The table compares the cost of a pass with
+that of Poisson sampling with the user in k rounds on average, and with that of n Gaussian rounds,
+of which k known ones have the user.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Setting:
     participations: int  # k of them with the user
     passes: int
     noise_multiplier: float  # z of each round
-    delta: float  # δ at which ε is asked for
+    delta: float  # δ of ε
 
     @property
     def allocation(self) -> PrivacyLoss:
@@ -50,7 +50,7 @@ class Setting:
 
     @property
     def known_rounds(self) -> PrivacyLoss:
-        """ε where it is known in which rounds the user is."""
+        """ε if the user's rounds are known."""
         count = self.participations * self.passes
         return epsilon([poisson_gaussian(1.0, self.noise_multiplier, count)], self.delta)
 
@@ -72,7 +72,7 @@ SETTINGS = (
 
 
 def compared(setting: Setting) -> str:
-    """What is proved of random allocation against Poisson sampling: as a phrase for readers."""
+    """Return the proved comparison of random allocation with Poisson sampling, as a phrase."""
     allocation, poisson = setting.allocation, setting.poisson
     if allocation.epsilon < poisson.epsilon_low:
         return f"at least {100 * (1 - allocation.epsilon / poisson.epsilon_low):.1f} % less"
@@ -82,7 +82,7 @@ def compared(setting: Setting) -> str:
 
 
 def allocation_table() -> Table:
-    """A line per setting."""
+    """Return a table with one line per setting."""
     table = Table(title="ε when a user is added or removed, by how its rounds are chosen")
     columns = ("n", "k", "passes", "z", "δ", "known", "Poisson k/n", "allocation")
     for column in columns:

@@ -30,7 +30,7 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of a table: what was run, and the ε printed for it by CLT and MA, "" for none."""
+    """One row of a table: the settings of a run, and its printed ε by CLT and MA ("" for none)."""
 
     where: str
     q: float
@@ -63,38 +63,38 @@ SETTINGS = (
 
 
 def claims_of(setting: Setting) -> tuple[Claim, ...]:
-    """The ε of one row by CLT and by MA, where they are printed."""
+    """Return the claims of one row by CLT and by MA, if they are printed."""
     rounds = setting.rounds
     exact = tightest_epsilon(poisson_pairs(rounds), setting.delta)
-    found = []
+    claims_found = []
     if setting.clt:
-        again = gaussian.epsilon(setting.delta, clt_noise(rounds))
-        what = f"{setting.where}: CLT"
-        found.append(Claim(what, setting.clt, again, exact, Argument.ESTIMATE))
+        recomputed = gaussian.epsilon(setting.delta, clt_noise(rounds))
+        title = f"{setting.where}: CLT"
+        claims_found.append(Claim(title, setting.clt, recomputed, exact, Argument.ESTIMATE))
     if setting.moments:
         rdp = composed_rdp(rounds, DEFAULT_ORDERS)
-        again = epsilon_from_rdp_2016(DEFAULT_ORDERS, rdp, setting.delta)
-        what = f"{setting.where}: MA"
-        found.append(Claim(what, setting.moments, again, exact, Argument.PROOF))
-    return tuple(found)
+        recomputed = epsilon_from_rdp_2016(DEFAULT_ORDERS, rdp, setting.delta)
+        title = f"{setting.where}: MA"
+        claims_found.append(Claim(title, setting.moments, recomputed, exact, Argument.PROOF))
+    return tuple(claims_found)
 
 
 def advantage_claim() -> Claim:
-    """Of the row σ = 1.1: the type I and type II errors of any test sum to at least 77.6 %.
+    """Return the claim on σ = 1.1: type I and type II errors of any test sum to at least 77.6 %.
 
     One minus the least sum, the advantage of the best test over guessing, is δ at ε = 0.
     """
     rounds = SETTINGS[1].rounds
-    again = gaussian.delta(0.0, 1.0 / clt_mu(rounds))
+    recomputed = gaussian.delta(0.0, 1.0 / clt_mu(rounds))
     exact = tightest_delta(poisson_pairs(rounds), 0.0)
-    what = "Section 4.1, σ = 1.1: advantage by CLT"
-    return Claim(what, "0.224", again, exact, Argument.ESTIMATE)
+    title = "Section 4.1, σ = 1.1: advantage by CLT"
+    return Claim(title, "0.224", recomputed, exact, Argument.ESTIMATE)
 
 
 def claims() -> tuple[Claim, ...]:
-    """Every claim in the order of the paper, and that on the errors of a test."""
-    found = [claim for setting in SETTINGS for claim in claims_of(setting)]
-    return (*found, advantage_claim())
+    """Return every claim in the order of the paper, and the claim on the errors of a test."""
+    all_claims = [claim for setting in SETTINGS for claim in claims_of(setting)]
+    return (*all_claims, advantage_claim())
 
 
 def main() -> None:

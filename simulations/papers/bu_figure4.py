@@ -1,11 +1,11 @@
-"""Bu et al. 2020, Figure 4: the same budget by a tighter analysis, so less noise; which accuracy?
+"""Bu et al. 2020, Figure 4: accuracy with less noise at the same budget, by a tighter analysis.
 
     python -m simulations.papers.bu_figure4 [--examples 60000] [--epochs 20] [--seeds 1]
 
 NoisySGD (their Algorithm 1) on MNIST, where every example is a user. Three arms share everything
-but the noise: σ = 1.3; the σ̃ that the central limit theorem (CLT) gives the ε which the moments
-accountant (MA) says of σ, as in the paper; and the σ̃ that really costs this ε. Prints a table, and
-writes it, a figure and a JSON file. Data: MNIST's files, in a folder named by FEDPRIV_DATA.
+except the noise: σ = 1.3; as in the paper, the σ̃ whose ε by the central limit theorem (CLT) equals
+that of σ by the moments accountant (MA); and the σ̃ whose exact cost is this ε. Prints a table, and
+writes it, a figure and a JSON file. Data: MNIST's files, in the folder FEDPRIV_DATA.
 
 Sums are divided by the expected size of a lot, not by the realised one, which no accountant covers.
 """
@@ -39,7 +39,7 @@ EXAMPLES, EPOCHS = 60_000, 20.0
 
 @dataclass(frozen=True)
 class Setting:
-    """What all arms have in common; the defaults are the paper's."""
+    """The settings that all arms share; the defaults are the paper's."""
 
     examples: int = EXAMPLES
     epochs: float = EPOCHS
@@ -60,7 +60,7 @@ class Setting:
         return int(self.epochs / self.q)
 
     def moments(self, rounds: int) -> float:
-        """ε of rounds at σ as the paper computes it."""
+        """Return ε of rounds at σ by the paper's method."""
         rdp = composed_rdp({(self.q, self.sigma): rounds}, DEFAULT_ORDERS)
         return epsilon_from_rdp_2016(DEFAULT_ORDERS, rdp, self.delta)
 
@@ -71,15 +71,15 @@ class Setting:
         exact, clt = (
             plan_within(*budget, accountant=name).noise_multiplier for name in ("tight", "gdp")
         )
-        said = f"ε = {budget[0]:.3f} by"
+        title = f"ε = {budget[0]:.3f} by"
         return (
-            Arm(f"{said} MA", self.sigma, self.epsilon(self.sigma)),
-            Arm(f"{said} exact analysis", exact, self.epsilon(exact)),
-            Arm(f"{said} CLT, an estimate", clt, self.epsilon(clt)),
+            Arm(f"{title} MA", self.sigma, self.epsilon(self.sigma)),
+            Arm(f"{title} exact analysis", exact, self.epsilon(exact)),
+            Arm(f"{title} CLT, an estimate", clt, self.epsilon(clt)),
         )
 
     def epsilon(self, z: float) -> float:
-        """The upper end of what all rounds really cost."""
+        """Return the upper end of the exact cost of all rounds."""
         return tightest_epsilon(poisson_pairs({(self.q, z): self.rounds}), self.delta)[1]
 
 
@@ -89,22 +89,22 @@ class Arm:
 
     name: str
     noise_multiplier: float
-    epsilon: float  # what all rounds really cost
+    epsilon: float  # exact cost of all rounds
 
 
 @dataclass(frozen=True)
 class Trained:
-    """One run of an arm; lists are by evaluation, one an epoch."""
+    """One run of an arm; tuples have an entry for each evaluation, once per epoch."""
 
     arm: Arm
     seed: int
     epochs: tuple[float, ...]
-    epsilon: tuple[float, ...]  # really spent until then
+    epsilon: tuple[float, ...]  # exact cost so far
     accuracy: tuple[float, ...]  # on held-out rows
 
 
 def mnist(examples: int) -> fedpriv.Population:
-    """So many of MNIST's training images, each a user; its test images are held out."""
+    """Return `examples` of MNIST's training images, each a user; its test images are held out."""
     writers = load_mnist_writers()
     x, y = (writers.users.fields[name] for name in ("x", "y"))
     rows = np.sort(np.random.default_rng(0).permutation(len(x))[:examples])
@@ -127,7 +127,7 @@ def noisy_sgd(
     """Train on examples with the noise of an arm, and evaluate after each epoch."""
     clipping = fedpriv.Flat(setting.clipping_norm)
     mechanism = fedpriv.Mechanism.poisson(q=setting.q, clipping=clipping, contributors_share=0.0)
-    # A little more than it costs, so that no rounding ends the last round.
+    # Slightly above the cost, so that rounding cannot prevent the last round.
     budget = arm.epsilon * (1 + 1e-6)
     return fedpriv.simulate(
         people,
@@ -155,8 +155,8 @@ def train(
 ) -> list[Trained]:
     """Train all arms.
 
-    All arms of a seed start with one model, draw the same lots, and the same noise but for its
-    scale: their differences vary less than they do.
+    All arms of a seed start with the same model, and draw the same lots and the same noise up to
+    its scale, so that their differences vary less than the accuracies themselves.
     """
     trained = []
     for seed, arm in product(range(seeds), setting.arms):
@@ -164,16 +164,16 @@ def train(
             torch.manual_seed(seed)
             task = fedpriv.Task(build(), loss="cross-entropy")
             run = noisy_sgd(setting, arm, people, task, seed, Path(folder) / "run", quiet=quiet)
-            measured = [each for each in run.rounds if each.accuracy is not None]
-        epochs = tuple(each.round * setting.q for each in measured)
-        accuracy = tuple(each.accuracy or 0.0 for each in measured)
-        spent = tuple(each.epsilon for each in measured)
+            evaluations = [result for result in run.rounds if result.accuracy is not None]
+        epochs = tuple(result.round * setting.q for result in evaluations)
+        accuracy = tuple(result.accuracy or 0.0 for result in evaluations)
+        spent = tuple(result.epsilon for result in evaluations)
         trained.append(Trained(arm, seed, epochs, spent, accuracy))
     return trained
 
 
 def results_table(setting: Setting, runs: Sequence[Trained]) -> Table:
-    """One row for each arm: what it costs, and how well it does."""
+    """Return a table with a row for each arm: its cost and its accuracy."""
     rows = []
     last = {(run.arm, run.seed): run.accuracy[-1] for run in runs}
     seeds = sorted({run.seed for run in runs})
@@ -184,13 +184,13 @@ def results_table(setting: Setting, runs: Sequence[Trained]) -> Table:
         rows.append((arm.name, noise, cost, mean_of(accuracy), mean_of(gained, "+")))
     columns = [Column("arm", "text"), Column("σ"), Column("ε, exactly")]
     columns += [Column("accuracy"), Column("more than the first, same seeds")]
-    what = f"{setting.examples:,} examples, lots of {setting.lot}, {setting.epochs:g} epochs"
-    caption = f"Bu et al. 2020, Figure 4: {what}, δ = {setting.delta:g}"
+    title = f"{setting.examples:,} examples, lots of {setting.lot}, {setting.epochs:g} epochs"
+    caption = f"Bu et al. 2020, Figure 4: {title}, δ = {setting.delta:g}"
     return Table(caption, columns, rows)
 
 
 def figure(setting: Setting, runs: Sequence[Trained]) -> Chart:
-    """Accuracy over epochs, means of the seeds."""
+    """Return a chart of accuracy over epochs, in means over seeds."""
     series = []
     for arm in setting.arms:
         curves = np.array([run.accuracy for run in runs if run.arm == arm])
@@ -215,12 +215,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--epochs", type=float, default=EPOCHS)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("simulations/results"))
-    given = parser.parse_args(arguments)
-    setting = Setting(given.examples, given.epochs)
-    runs = train(setting, mnist(setting.examples), cnn, given.seeds)
+    options = parser.parse_args(arguments)
+    setting = Setting(options.examples, options.epochs)
+    runs = train(setting, mnist(setting.examples), cnn, options.seeds)
     content = {"setting": asdict(setting), "runs": [asdict(run) for run in runs]}
-    write_results(results_table(setting, runs), content, given.folder, "bu_figure4")
-    for path in save(figure(setting, runs), given.folder, ["png"]):
+    write_results(results_table(setting, runs), content, options.folder, "bu_figure4")
+    for path in save(figure(setting, runs), options.folder, ["png"]):
         print(path)
 
 

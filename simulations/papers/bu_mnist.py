@@ -1,18 +1,18 @@
-"""Bu et al. 2020, Table 1: NoisySGD on MNIST, and what the same (ε, δ) can buy besides.
+"""Bu et al. 2020, Table 1: NoisySGD on MNIST, and better recipes at the same (ε, δ).
 
     python -m simulations.papers.bu_mnist [--rows N …] [--epochs FACTOR] [--seeds 3]
 
-The record is an image. The first three rows are the paper's: its network and how its weights start,
-lots, noise, step sizes and epochs. The two after them cost what the first and the third really
-cost, and train the same network with tanh in place of ReLU (Papernot et al. 2021) in larger lots,
-with momentum and steps that shrink to nothing, which averages the noise of the last rounds. The
-last two train softmax regression on public features: means of moduli of wavelets in small parts of
-the image, as in a scattering transform (Bruna & Mallat 2013; Tramèr & Boneh 2021), which are fixed
-numbers and learn nothing from data. Settings that are not the paper's were found by trying, on the
-test images too; what that tells is not counted in ε.
+The record is an image. The first three rows are the paper's: its network and initial weights, lots,
+noise, step sizes and epochs. The next two have the exact costs of the first and the third, and
+train the same network with tanh instead of ReLU (Papernot et al. 2021) in larger lots, with
+momentum and steps that shrink to zero, which averages the noise of the last rounds. The last two
+train softmax regression on public features: means of moduli of wavelets in small parts of the
+image, as in a scattering transform (Bruna & Mallat 2013; Tramèr & Boneh 2021), which are fixed and
+learn nothing from data. Settings other than the paper's were tuned on the test images too; ε does
+not include this.
 
 Sums are divided by the expected size of a lot, not by the realised one, which no accountant covers.
-Data: MNIST's files, in a folder named by FEDPRIV_DATA.
+Data: MNIST's files, in the folder FEDPRIV_DATA.
 """
 
 import argparse
@@ -45,10 +45,10 @@ Images = NDArray[np.float32]
 
 
 def keras_cnn() -> nn.Module:
-    """The network of the paper as Keras, in which its code is written, starts it.
+    """Return the network of the paper with the initial weights of Keras, which its code uses.
 
     Weights are uniform by Glorot & Bengio 2010 and biases zero: after the first layer, weights are
-    1.4 to 2.4 times those of PyTorch's own start.
+    1.4 to 2.4 times PyTorch's own initial weights.
     """
     network = cnn()
     for layer in network.children():
@@ -60,13 +60,13 @@ def keras_cnn() -> nn.Module:
 
 
 def tanh_cnn() -> nn.Module:
-    """The network of the paper, with bounded activations, as PyTorch starts it."""
-    layers = [nn.Tanh() if isinstance(each, nn.ReLU) else each for each in cnn().children()]
+    """Return the network of the paper, with bounded activations and PyTorch's initial weights."""
+    layers = [nn.Tanh() if isinstance(layer, nn.ReLU) else layer for layer in cnn().children()]
     return nn.Sequential(*layers)
 
 
 def softmax_regression() -> nn.Module:
-    """Softmax regression on `scattered` images, from zero."""
+    """Return softmax regression on `scattered` images, from zero."""
     features = (1 + _ORIENTATIONS * _SCALES + _ORIENTATIONS**2) * _SIDE**2
     layer = nn.Linear(features, 10)
     nn.init.zeros_(layer.weight)
@@ -76,7 +76,7 @@ def softmax_regression() -> nn.Module:
 
 @dataclass(frozen=True)
 class Row:
-    """How one row of the table is trained."""
+    """The settings of one row of the table."""
 
     name: str
     lot: int  # expected images of a round
@@ -87,7 +87,7 @@ class Row:
     decays: bool = False  # whether the learning rate falls linearly to zero
     noise_multiplier: float | None = None  # one of this and ε is given
     epsilon: float | None = None  # exact
-    paper: float | None = None  # accuracy that it prints
+    paper: float | None = None  # accuracy in the paper
     build: Callable[[], nn.Module] = cnn
     features: bool = False  # whether images are `scattered`
 
@@ -110,7 +110,7 @@ class Row:
         return fedpriv.FedAvgM(rate, self.momentum) if self.momentum else fedpriv.FedAvg(rate)
 
     def mechanism(self) -> fedpriv.Mechanism:
-        """The paper's noise, or the least within ε."""
+        """Return a mechanism with the paper's noise, or the least within ε."""
         clipping = fedpriv.Flat(self.clipping_norm)
         mechanism = fedpriv.Mechanism.poisson(
             q=self.q, clipping=clipping, unit="example", contributors_share=0.0
@@ -119,7 +119,7 @@ class Row:
             return mechanism.calibrate(epsilon=self.epsilon, delta=DELTA, rounds=self.rounds)
         z = self.noise_multiplier or 0.0
         cost = fedpriv.epsilon([poisson_gaussian(self.q, z, self.rounds)], DELTA).epsilon
-        # A little more than it costs, so that no rounding ends the last round.
+        # Slightly above the cost, so that rounding cannot prevent the last round.
         return mechanism.with_noise(z, epsilon=cost * (1 + 1e-6), delta=DELTA)
 
 
@@ -156,23 +156,23 @@ ROWS = (
 
 
 def _wavelets(scale: int) -> torch.Tensor:
-    """[2L, 1, k, k] real and imaginary parts of Morlet wavelets at L angles, k = 4·scale + 3."""
-    half = 2 * scale + 1
-    across = torch.arange(-half, half + 1, dtype=torch.float32)
+    """Return real and imaginary Morlet wavelets at L angles: [2L, 1, k, k], k = 4·scale + 3."""
+    radius = 2 * scale + 1
+    across = torch.arange(-radius, radius + 1, dtype=torch.float32)
     y, x = torch.meshgrid(across, across, indexing="ij")
     bell = torch.exp(-(x**2 + y**2) / (2 * (0.8 * scale) ** 2))
     kernels = []
     for angle in torch.arange(_ORIENTATIONS) * (math.pi / _ORIENTATIONS):
         phase = 3 * math.pi / (4 * scale) * (x * torch.cos(angle) + y * torch.sin(angle))
         waves = torch.cos(phase), torch.sin(phase)
-        # Without their mean they do not see brightness.
+        # Without their mean they ignore brightness.
         kernels += [bell * (wave - (bell * wave).sum() / bell.sum()) for wave in waves]
     stacked = torch.stack(kernels)[:, None]
     return stacked / stacked.abs().sum(dim=(2, 3), keepdim=True)
 
 
 def _moduli(images: torch.Tensor, scale: int) -> torch.Tensor:
-    """[B, C, 28, 28] → [B, C·L, 28, 28] moduli of the wavelets of one scale."""
+    """Return moduli of the wavelets of one scale: [B, C, 28, 28] → [B, C·L, 28, 28]."""
     kernels = _wavelets(scale)
     flat = images.reshape(-1, 1, *images.shape[2:])
     parts = functional.conv2d(flat, kernels, padding=kernels.shape[-1] // 2)
@@ -181,13 +181,13 @@ def _moduli(images: torch.Tensor, scale: int) -> torch.Tensor:
 
 
 def scattered(images: Images) -> Images:
-    """Public features of images [N, 1, 28, 28]: [N, F], of norm 1 at most.
+    """Return public features of images [N, 1, 28, 28]: [N, F], with norm at most 1.
 
-    Means, in parts of the image, of the image, of the moduli of its wavelets of both scales, and of
-    the moduli that the larger wavelets find in those of the smaller. Each channel of an image is
-    divided by its own size, so a feature depends on no other image.
+    They are means over parts of the image: of the image, of the moduli of its wavelets at both
+    scales, and of the moduli of larger wavelets of the moduli of smaller ones. Each channel of an
+    image is divided by its own size, so a feature depends on no other image.
     """
-    found = []
+    blocks = []
     with torch.no_grad():
         for start in range(0, len(images), 500):
             image = torch.from_numpy(images[start : start + 500])
@@ -195,13 +195,13 @@ def scattered(images: Images) -> Images:
             orders = torch.cat([image, fine, _moduli(image, 2), _moduli(fine, 2)], dim=1)
             means = functional.avg_pool2d(orders, _SUBSAMPLED)
             size = means.square().mean(dim=(2, 3), keepdim=True).sqrt()
-            found.append((means / (size + 1e-3)).flatten(1).numpy())
-    features = np.concatenate(found)
+            blocks.append((means / (size + 1e-3)).flatten(1).numpy())
+    features = np.concatenate(blocks)
     return (features / math.sqrt(features.shape[1])).astype(np.float32)
 
 
 def mnist(limit: int = IMAGES, *, features: bool = False) -> fedpriv.Population:
-    """MNIST by its writers, whose images are records of their own; from 0 to 1, or `scattered`."""
+    """Return MNIST by writer, each image a record, with pixels from 0 to 1 or `scattered`."""
     writers = load_mnist_writers()
     columns = []
     for fields in (writers.users.fields, writers.test):
@@ -234,24 +234,24 @@ def trained(row: Row, people: fedpriv.Population, seed: int, folder: Path) -> fe
 
 @dataclass(frozen=True)
 class Found:
-    """What a row gave under some seeds."""
+    """Results of a row under some seeds."""
 
     row: str
     lot: int
     epochs: float
     noise_multiplier: float
-    epsilon: float  # that the ledger of a run costs
+    epsilon: float  # of a run's ledger
     paper: float | None
     here: tuple[float, ...]  # accuracies
 
     @classmethod
     def read(cls, row: dict[str, Any]) -> Self:
-        """Of its `asdict`, read from JSON."""
+        """Return the results with this `asdict`, read from JSON."""
         return cls(**row | {"here": tuple(row["here"])})
 
     @property
     def key(self) -> tuple[str, int, float]:
-        """What tells rows apart."""
+        """The identity of a row."""
         return self.row, self.lot, self.epochs
 
 
@@ -268,12 +268,12 @@ def measure(row: Row, people: fedpriv.Population, seeds: int) -> Found:
 
 
 def results_table(results: Sequence[Found]) -> Table:
-    """Paper, here, and what it really costs."""
+    """Return a table with the paper's accuracy, ours, and the exact cost."""
     rows = []
-    for each in results:
-        paper = "" if each.paper is None else f"{each.paper:.1%}"
-        sizes = str(each.lot), f"{each.epochs:g}", f"{each.noise_multiplier:.3f}"
-        rows.append((each.row, *sizes, paper, mean_of(each.here), epsilon_up(each.epsilon)))
+    for result in results:
+        paper = "" if result.paper is None else f"{result.paper:.1%}"
+        sizes = str(result.lot), f"{result.epochs:g}", f"{result.noise_multiplier:.3f}"
+        rows.append((result.row, *sizes, paper, mean_of(result.here), epsilon_up(result.epsilon)))
     names = ("lot", "epochs", "σ", "paper", "here", "exact ε")
     columns = [Column("", "text"), *map(Column, names)]
     return Table(f"MNIST by NoisySGD, example-level, δ = {DELTA:g}", columns, rows)
@@ -282,29 +282,31 @@ def results_table(results: Sequence[Found]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train rows; print and write the table and the numbers."""
     parser = argparse.ArgumentParser(description="Table 1 of Bu et al. 2020, and better")
-    known = range(1, len(ROWS) + 1)
-    help_rows = "train these; others keep the results that they have"
-    parser.add_argument("--rows", type=int, nargs="+", choices=known, help=help_rows)
+    numbers = range(1, len(ROWS) + 1)
+    help_rows = "train these; others keep their results"
+    parser.add_argument("--rows", type=int, nargs="+", choices=numbers, help=help_rows)
     parser.add_argument("--epochs", type=float, default=1.0, help="factor on the epochs of all")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("simulations/results"))
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     results = dict[tuple[str, int, float], Found]()
-    if given.rows:
-        kept = [Found.read(each) for each in read_results(given.folder, "bu_mnist")]
-        results = {each.key: each for each in kept}
+    if options.rows:
+        earlier_results = [
+            Found.read(result) for result in read_results(options.folder, "bu_mnist")
+        ]
+        results = {result.key: result for result in earlier_results}
     for features in (False, True):
-        rows = [ROWS[number - 1] for number in given.rows or known]
+        rows = [ROWS[number - 1] for number in options.rows or numbers]
         chosen = [row for row in rows if row.features == features]
         people = mnist(features=features) if chosen else None
         for row in chosen:
             assert people is not None
-            scaled = replace(row, epochs=row.epochs * given.epochs)
-            found = measure(scaled, people, given.seeds)
-            results[found.key] = found
+            scaled = replace(row, epochs=row.epochs * options.epochs)
+            measured = measure(scaled, people, options.seeds)
+            results[measured.key] = measured
             every = list(results.values())
-            content = [asdict(each) for each in every]
-            write_results(results_table(every), content, given.folder, "bu_mnist")
+            content = [asdict(result) for result in every]
+            write_results(results_table(every), content, options.folder, "bu_mnist")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The census task of the DP-SGD slides: who is employed? Logistic regression, private and not.
+"""The census task of the DP-SGD slides: logistic regression of employment, private and not.
 
     FEDPRIV_DATA=FOLDER python -m simulations.papers.census_employment
 
@@ -6,10 +6,10 @@ Nine facts about a person predict whether the person is employed. A person is on
 user, so user-level privacy is example-level privacy here: DP-SGD with a step per person. Prints
 accuracy, calibration and coefficients with their noise, and writes them as JSON and as a figure.
 
-The file is split as 20,000 people to train on and 5,766 to test on. Centres and scales of the
-columns are national shares that everybody knows; learning rate, clipping norm and rounds were
-chosen on `synthetic_people`. One choice was not private: 60 rounds suffice there, and they were
-made 90 because the columns of the file depend more on each other.
+The file is divided into 20,000 people to train on and 5,766 to test on. Centres and scales of the
+columns are public national shares; learning rate, clipping norm and rounds were chosen on
+`synthetic_people`. One choice was not private: 60 rounds suffice there, but 90 are used because the
+columns of the file depend more on each other.
 """
 
 import argparse
@@ -42,8 +42,8 @@ from simulations.papers.results import write_numbers
 
 Floats = npt.NDArray[np.float64]
 
-# The word for whom a column is 1, and the share of such people among adults of the United States
-# in 2000, roughly: public knowledge, not computed from the file.
+# The name of each column, and the rough share of people with value 1 among adults of the United
+# States in 2000: public knowledge, not computed from the file.
 SHARES = {
     "woman": 0.52,
     "married": 0.54,
@@ -65,7 +65,7 @@ HELD_OUT = 5_766
 
 EPSILONS = (0.1, 0.5, 1.0, 2.0, 8.0)
 DELTA = 1e-6  # a fiftieth of 1/20,000
-CLIPPING_NORM = 2.5  # above the gradients of nearly everybody: clipping would bias coefficients
+CLIPPING_NORM = 2.5  # above nearly all gradients, because clipping would bias coefficients
 SHOWN = (0.1, 1.0)  # ε in the figure
 BINS = 10  # of equal width, of the calibration error
 
@@ -86,14 +86,14 @@ class People:
     y: Floats
 
     def split(self, held_out: int) -> tuple["People", "People"]:
-        """Those to train on, and as many others: a permutation of seed 0."""
+        """Return people to train on, and `held_out` others, by a permutation of seed 0."""
         order = np.random.RandomState(0).permutation(len(self.y))
         train, test = order[:-held_out], order[-held_out:]
         return People(self.x[train], self.y[train]), People(self.x[test], self.y[test])
 
 
 def load(file: Path) -> People:
-    """Everybody in the census file. In `sex` 1 is a woman; `educ` counts steps of education."""
+    """Load all people of the census file. In `sex` 1 is a woman; `educ` is the education level."""
     columns = read_csv(file, COLUMNS)
     columns["educ"] = (columns["educ"] >= ASSOCIATE).astype(float)
     y = columns.pop("employed")
@@ -101,9 +101,9 @@ def load(file: Path) -> People:
 
 
 def synthetic_people(count: int, seed: int) -> tuple[People, Floats]:
-    """Invented people with the public shares, and the coefficients that employ them.
+    """Return invented people with the public shares, and the coefficients of their employment.
 
-    Columns are independent, but for English, which nearly every citizen speaks.
+    Columns are independent, except English, which nearly every citizen speaks.
     """
     draw = np.random.default_rng(seed)
     x = (draw.random((count, len(SHARES))) < [*SHARES.values()]).astype(float)
@@ -115,28 +115,28 @@ def synthetic_people(count: int, seed: int) -> tuple[People, Floats]:
 
 
 def predicted(coefficients: Floats, x: Floats) -> Floats:
-    """Probability of being employed [n], by an intercept and nine log odds ratios [10]."""
+    """Return the probability of employment [n], by an intercept and nine log odds ratios [10]."""
     shares: Floats = 1.0 / (1.0 + np.exp(-(coefficients[0] + x @ coefficients[1:])))
     return shares
 
 
 def maximum_likelihood(x: Floats, y: Floats) -> tuple[Floats, Floats]:
-    """Coefficients of the exact fit, intercept first, and their sampling standard errors.
+    """Return coefficients of the exact fit, intercept first, and their sampling standard errors.
 
-    Newton's method; the errors are those of the inverse Fisher information.
+    It uses Newton's method; the errors come from the inverse Fisher information.
     """
     design = np.column_stack([np.ones(len(x)), x])
-    found = np.zeros(design.shape[1])
+    coefficients = np.zeros(design.shape[1])
     for _ in range(25):
-        p = predicted(found, x)
+        p = predicted(coefficients, x)
         information = (design * (p * (1.0 - p))[:, None]).T @ design
-        found = found + np.linalg.solve(information, design.T @ (y - p))
-    return found, np.sqrt(np.diag(np.linalg.inv(information)))
+        coefficients = coefficients + np.linalg.solve(information, design.T @ (y - p))
+    return coefficients, np.sqrt(np.diag(np.linalg.inv(information)))
 
 
 @dataclass(frozen=True)
 class Training:
-    """How many rounds, who is in them, and how far they go; all of it is public."""
+    """The public settings of training."""
 
     sampling_probability: float
     rounds: int
@@ -153,13 +153,13 @@ LOTS = Training(0.1, 300, 4.0)
 SETTINGS = (*((epsilon, EVERYBODY) for epsilon in EPSILONS), (1.0, LOTS))
 
 _CENTRES = np.array([*SHARES.values()])
-# Half way between 0/1 columns, where few people decide about rare ones, and columns of one
-# variance, where the gradients of those few would be clipped.
+# Half way between 0/1 columns, in which few people determine rare columns, and columns of equal
+# variance, in which the gradients of these few would be clipped.
 _SCALES = (_CENTRES * (1.0 - _CENTRES)) ** -0.25
 
 
 def scaled(x: Floats) -> npt.NDArray[np.float32]:
-    """Columns as the private model sees them."""
+    """Return the columns in the form of the private model's inputs."""
     columns: Floats = (x - _CENTRES) * _SCALES
     return columns.astype(np.float32)
 
@@ -176,12 +176,12 @@ class TailAverage(ServerOptimizer):
     burn_in: int
 
     def init(self, parameters: Parameters) -> OptimizerState:
-        """Nothing is added up."""
+        """Return empty sums."""
         nothing = {name: np.zeros(p.shape) for name, p in parameters.items()}
         return OptimizerState(nothing, nothing)
 
     def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
-        """One step along the average."""
+        """Take one step along the average."""
         rate = self.learning_rate
         moved = {n: (p + rate * average[n]).astype(np.float32) for n, p in parameters.items()}
         rounds = {name: count + 1.0 for name, count in state.second.items()}
@@ -190,13 +190,13 @@ class TailAverage(ServerOptimizer):
 
 
 def log_loss(outputs: Tensor, employed: Tensor) -> Tensor:
-    """Negative log likelihood of each person [B], of scores [B, 1]."""
+    """Return the negative log likelihood of each person [B], of scores [B, 1]."""
     return functional.binary_cross_entropy_with_logits(outputs[:, 0], employed, reduction="none")
 
 
 @dataclass(frozen=True)
 class Released:
-    """What one private run released, and its price."""
+    """The release of one private run, and its price."""
 
     coefficients: Floats  # [10] of the 0/1 columns, intercept first
     epsilon: float  # of its ledger
@@ -208,8 +208,8 @@ def train(
 ) -> Released:
     """Train by DP-SGD, one gradient step for each person and round."""
     columns = scaled(people.x), people.y.astype(np.float32), np.arange(len(people.y))
-    others = scaled(held_out.x), held_out.y.astype(np.float32)
-    population = fedpriv.Population.from_arrays(*columns, held_out=others, name="census")
+    test_rows = scaled(held_out.x), held_out.y.astype(np.float32)
+    population = fedpriv.Population.from_arrays(*columns, held_out=test_rows, name="census")
     model = nn.Linear(len(SHARES), 1)
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
@@ -236,7 +236,7 @@ def train(
 
 
 def mechanism(training: Training, epsilon: float) -> fedpriv.Mechanism:
-    """Noise for which all rounds cost at most ε."""
+    """Return a mechanism with which all rounds cost at most ε."""
     clipping = fedpriv.Flat(CLIPPING_NORM)
     poisson = fedpriv.Mechanism.poisson(
         q=training.sampling_probability, clipping=clipping, contributors_share=0.0
@@ -246,57 +246,59 @@ def mechanism(training: Training, epsilon: float) -> fedpriv.Mechanism:
 
 @dataclass(frozen=True)
 class Quality:
-    """How good probabilities are on people who were not trained on."""
+    """The quality of probabilities on people who were not in training."""
 
     accuracy: float
     log_loss: float
     calibration_error: float  # mean distance of predicted and true shares, over bins
-    # Logistic regression of y on the predicted log odds; 0 and 1 where they are calibrated. A slope
-    # below 1 says that predictions are too extreme.
+    # Logistic regression of y on the predicted log odds; 0 and 1 if predictions are calibrated. A
+    # slope below 1 means that predictions are too extreme.
     calibration_intercept: float
     calibration_slope: float
 
     @classmethod
     def of(cls, p: Floats, y: Floats) -> "Quality":
-        """Of probabilities p [n] of y = 1."""
+        """Return the quality of probabilities p [n] of y = 1."""
         surprise = -np.log(np.where(y == 1.0, p, 1.0 - p)).mean()
         bins = reliability(p, y)
-        error = sum(n * abs(said - true) for n, said, true in bins) / len(y)
+        error = sum(
+            n * abs(predicted_share - true_share) for n, predicted_share, true_share in bins
+        ) / len(y)
         (intercept, slope), _ = maximum_likelihood(np.log(p / (1.0 - p))[:, None], y)
         right = ((p > 0.5) == y).mean()
-        return cls(*(float(each) for each in (right, surprise, error, intercept, slope)))
+        return cls(*(float(figure) for figure in (right, surprise, error, intercept, slope)))
 
 
 def reliability(p: Floats, y: Floats) -> list[tuple[int, float, float]]:
-    """Of each bin of equal width with people in it: their number, mean p and mean y."""
+    """Return number of people, mean p and mean y of each bin of equal width with people in it."""
     places = np.minimum((p * BINS).astype(int), BINS - 1)
-    found = [places == place for place in range(BINS)]
-    return [(int(b.sum()), float(p[b].mean()), float(y[b].mean())) for b in found if b.any()]
+    members = [places == place for place in range(BINS)]
+    return [(int(b.sum()), float(p[b].mean()), float(y[b].mean())) for b in members if b.any()]
 
 
 @dataclass(frozen=True)
 class Row:
     """Private fits at one ε, an entry for each seed."""
 
-    epsilon: float  # asked for
+    epsilon: float  # the target
     training: Training
     released: list[Released]
     quality: list[Quality]
 
     @property
     def coefficients(self) -> Floats:
-        """[seeds, 10]."""
-        return np.array([each.coefficients for each in self.released])
+        """Coefficients [seeds, 10]."""
+        return np.array([release.coefficients for release in self.released])
 
     @property
     def noise(self) -> Floats:
-        """[10] standard deviation of each coefficient over seeds."""
-        spread: Floats = self.coefficients.std(axis=0, ddof=1)
-        return spread
+        """Standard deviation of each coefficient over seeds: [10]."""
+        stddev: Floats = self.coefficients.std(axis=0, ddof=1)
+        return stddev
 
     @property
     def name(self) -> str:
-        """For readers."""
+        """A name for readers."""
         lots = self.training.sampling_probability < 1.0
         return f"ε = {self.epsilon:g}{', lots' if lots else ''}"
 
@@ -326,22 +328,22 @@ class Study:
 
     @property
     def exact_quality(self) -> Quality:
-        """Of the exact fit."""
+        """The quality of the exact fit."""
         return Quality.of(predicted(self.exact, self.test.x), self.test.y)
 
     @property
     def drawn(self) -> list[Row]:
-        """Rows that the figure shows."""
+        """The rows in the figure."""
         return [r for r in self.rows if r.epsilon in SHOWN and r.training == EVERYBODY]
 
     def noise_ratio(self, row: Row) -> float:
-        """Privacy noise over sampling error, root mean square over all but the intercept."""
+        """Return privacy noise over sampling error, root mean square without the intercept."""
         ratios = row.noise[1:] / self.stderr[1:]
         return float(np.sqrt(np.square(ratios).mean()))
 
 
 def quality_table(study: Study) -> Table:
-    """What each fit is worth to predict, and what it cost."""
+    """Return a table with the quality and the cost of each fit."""
     table = Table(title=f"Employed or not: {len(study.test.y):,} people held out, δ = {DELTA:g}")
     for column in ("", "exact ε", "z", "accuracy", "log loss", "ECE", "intercept", "slope"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
@@ -352,15 +354,15 @@ def quality_table(study: Study) -> Table:
     table.add_row("maximum likelihood", "∞", "0", *(shown(k, v) for k, v in exact.items()))
     for row in study.rows:
         spent = epsilon_up(max(run.epsilon for run in row.released))
-        found = [asdict(each) for each in row.quality]
-        columns = {key: np.array([each[key] for each in found]) for key in exact}
-        spread = (f"{shown(k, c.mean())} ± {shown(k, c.std(ddof=1))}" for k, c in columns.items())
-        table.add_row(row.name, spent, f"{row.released[0].noise_multiplier:.2f}", *spread)
+        figures = [asdict(quality) for quality in row.quality]
+        columns = {key: np.array([quality[key] for quality in figures]) for key in exact}
+        cells = (f"{shown(k, c.mean())} ± {shown(k, c.std(ddof=1))}" for k, c in columns.items())
+        table.add_row(row.name, spent, f"{row.released[0].noise_multiplier:.2f}", *cells)
     return table
 
 
 def shown(quantity: str, value: float) -> str:
-    """A field of `Quality` with as many digits as it deserves."""
+    """Return a field of `Quality` with a suitable number of digits."""
     match quantity:
         case "accuracy":
             return f"{value:.2%}"
@@ -371,7 +373,7 @@ def shown(quantity: str, value: float) -> str:
 
 
 def coefficient_table(study: Study) -> Table:
-    """Log odds ratios with their sampling error, and private ones with their noise."""
+    """Return a table of log odds ratios with their sampling error, and private ones with noise."""
     table = Table(title="Coefficients: exact ± sampling error; mean of the seeds ± privacy noise")
     table.add_column("")
     for column in ("exact", *(row.name for row in study.rows)):
@@ -386,7 +388,7 @@ def coefficient_table(study: Study) -> Table:
 
 
 def coefficient_chart(study: Study) -> Chart:
-    """All but the intercept, with 95% intervals."""
+    """Return a chart of all coefficients except the intercept, with 95% intervals."""
     places = np.arange(1, len(TERMS))
     fits = [("maximum likelihood ± 1.96 sampling errors", study.exact, study.stderr)]
     for row in study.drawn:
@@ -395,8 +397,8 @@ def coefficient_chart(study: Study) -> Chart:
     series = []
     for number, (name, mean, sd) in enumerate(fits):
         aside = 0.2 * (number - (len(fits) - 1) / 2)
-        y, half = mean[1:], 1.96 * sd[1:]
-        ends = (y - half).tolist(), (y + half).tolist()
+        y, half_width = mean[1:], 1.96 * sd[1:]
+        ends = (y - half_width).tolist(), (y + half_width).tolist()
         x = (places + aside).tolist()
         series.append(Series(name, x, y.tolist(), *ends, joined=False, bars=True, colour=number))
     ticks = tuple((float(place), TERMS[place]) for place in places)
@@ -411,29 +413,33 @@ def coefficient_chart(study: Study) -> Chart:
 
 
 def reliability_chart(study: Study) -> Chart:
-    """How many of those for whom a share is predicted are employed."""
-    y, whole = study.test.y, (0.0, 1.0)
+    """Return a chart of true against predicted shares of employed people."""
+    y, unit_range = study.test.y, (0.0, 1.0)
     fits = [("maximum likelihood", study.exact[None])]
     fits += [(f"{row.name}, all seeds", row.coefficients) for row in study.drawn]
-    series = [Series("perfect calibration", whole, whole, dashed=True, marked=False, colour=7)]
+    series = [
+        Series("perfect calibration", unit_range, unit_range, dashed=True, marked=False, colour=7)
+    ]
     for number, (name, coefficients) in enumerate(fits):
-        p = np.concatenate([predicted(each, study.test.x) for each in coefficients])
+        p = np.concatenate([predicted(vector, study.test.x) for vector in coefficients])
         bins = reliability(p, np.tile(y, len(coefficients)))
-        _, said, true = zip(*(b for b in bins if b[0] >= 0.01 * len(p)), strict=True)
-        series.append(Series(name, said, true, colour=number))
+        _, predicted_shares, true_shares = zip(
+            *(b for b in bins if b[0] >= 0.01 * len(p)), strict=True
+        )
+        series.append(Series(name, predicted_shares, true_shares, colour=number))
     return Chart(
         "reliability",
         "Calibration on people who were held out",
         f"Bins of width {1 / BINS:g} that at least 1% of people are in. Below the diagonal, "
         "too many people are said to be employed.",
-        Axis("predicted share of employed people", ends=whole),
-        Axis("true share", ends=whole),
+        Axis("predicted share of employed people", ends=unit_range),
+        Axis("true share", ends=unit_range),
         series,
     )
 
 
 def record(study: Study) -> dict[str, object]:
-    """All numbers of the study, for a file."""
+    """Return all numbers of the study, for a file."""
     exact = {"coefficients": study.exact.tolist(), "standard_errors": study.stderr.tolist()}
     private = [
         {
@@ -444,7 +450,7 @@ def record(study: Study) -> dict[str, object]:
             "epsilon_of_ledger": [run.epsilon for run in row.released],
             "coefficients": row.coefficients.tolist(),
             "noise": row.noise.tolist(),
-            "quality": [asdict(each) for each in row.quality],
+            "quality": [asdict(quality) for quality in row.quality],
         }
         for row in study.rows
     ]
@@ -478,8 +484,8 @@ def main() -> None:
     for note in NOTES:
         console.print(f"* {note}", highlight=False)
     write_numbers(record(study), arguments.folder, "census_employment")
-    drawn = figure(coefficient_chart(study), reliability_chart(study))
-    drawn.save(arguments.folder / "census_employment.png", scale_factor=2)
+    picture = figure(coefficient_chart(study), reliability_chart(study))
+    picture.save(arguments.folder / "census_employment.png", scale_factor=2)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Bu et al. 2020, Table 2, on the nearest kin of its data that is here: who earns over $50,000?
+"""Bu et al. 2020, Table 2, on similar data: prediction of an income over $50,000.
 
     FEDPRIV_DATA=FOLDER python -m simulations.papers.census_income
 
 The paper trains on Adult, an extract of the census of 1994. This is its set-up (network, noise,
 learning rate, clipping, epochs, expected size of a lot) on people of Fulton County in the census
-of 2000. **The data are others**, so the paper's accuracy is no yardstick for the one found here;
-the gap between private and non-private networks is what can be compared.
+of 2000. **The data are different**, so the paper's accuracy cannot be compared with ours, but the
+gap between private and non-private networks can.
 """
 
 import argparse
@@ -52,31 +52,31 @@ class People:
 
     @classmethod
     def of(cls, columns: Mapping[str, npt.NDArray[np.float64]]) -> "People":
-        """Of the census's columns by name."""
+        """Return the people in the census's columns by name."""
         return cls(census_facts(columns), (columns["income"] > INCOME).astype(np.int64))
 
     def split(self, seed: int) -> tuple["People", "People"]:
-        """Nine tenths to train on and, at random, a tenth to test on: as in the paper."""
+        """Return nine tenths to train on and a random tenth to test on, as in the paper."""
         order = np.random.default_rng(seed).permutation(len(self.y))
         test, train = np.split(order, [len(order) // 10])
         return People(self.x[train], self.y[train]), People(self.x[test], self.y[test])
 
 
 def network(inputs: int, seed: int) -> nn.Module:
-    """One hidden layer of 16 ReLUs."""
+    """Return a network with one hidden layer of 16 ReLUs."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(inputs, 16), nn.ReLU(), nn.Linear(16, 2))
 
 
 def mechanism_of_paper(q: float) -> fedpriv.Mechanism:
-    """Clipping and noise of the paper, under a budget that they do not reach."""
+    """Return clipping and noise of the paper, with a budget that they do not reach."""
     clipping = fedpriv.Flat(CLIPPING_NORM)
     mechanism = fedpriv.Mechanism.poisson(q=q, clipping=clipping, contributors_share=0.0)
     return mechanism.with_noise(NOISE_MULTIPLIER, epsilon=50.0, delta=DELTA)
 
 
 def without_privacy(q: float) -> fedpriv.Mechanism:
-    """No noise, and a norm that clips nobody; it also sets how finely gradients are rounded."""
+    """Return no noise, and a norm that clips nobody; it also sets the rounding of gradients."""
     sampling, clipping = fedpriv.Poisson(q), fedpriv.Flat(64.0)
     return fedpriv.Mechanism(
         sampling, clipping, noise_multiplier=0.0, delta=DELTA, unsafe_no_privacy=True
@@ -85,14 +85,14 @@ def without_privacy(q: float) -> fedpriv.Mechanism:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one run: accuracy on those held out, and what the ledger says it cost."""
+    """Accuracy of one run on held-out people, and its cost by the ledger."""
 
     accuracy: float
     epsilon: float | None  # None: there was no noise
 
 
 def train(people: People, seed: int, epochs: int, *, private: bool) -> Outcome:
-    """NoisySGD of the paper, or the same without clipping and noise."""
+    """Run NoisySGD of the paper, or the same without clipping and noise."""
     train_on, test = people.split(seed)
     users = len(train_on.y)
     q = LOT / users
@@ -106,7 +106,7 @@ def train(people: People, seed: int, epochs: int, *, private: bool) -> Outcome:
             population,
             fedpriv.Task(network(people.x.shape[1], seed)),
             mechanism,
-            # The step size is the server's: what is clipped and noised is the gradient itself.
+            # The step size is the server's, so the gradient itself is clipped and noised.
             local=fedpriv.SGD(1.0, steps=1),
             server=fedpriv.FedAvg(LEARNING_RATE),
             rounds=rounds,
@@ -120,27 +120,27 @@ def train(people: People, seed: int, epochs: int, *, private: bool) -> Outcome:
 
 
 def study(people: People, seeds: int) -> dict[str, list[Outcome]]:
-    """Outcomes of each network by seed."""
-    ways = {"private network": (EPOCHS, True)}
-    ways |= {"network without privacy": (EPOCHS_WITHOUT_PRIVACY, False)}
+    """Return the outcomes of each network by seed."""
+    arms = {"private network": (EPOCHS, True)}
+    arms |= {"network without privacy": (EPOCHS_WITHOUT_PRIVACY, False)}
     return {
         name: [train(people, seed, epochs, private=private) for seed in range(seeds)]
-        for name, (epochs, private) in ways.items()
+        for name, (epochs, private) in arms.items()
     }
 
 
-def income_table(found: Mapping[str, list[Outcome]], share: float) -> Table:
-    """Accuracies beside those of the paper, on other data."""
+def income_table(outcomes_by_arm: Mapping[str, list[Outcome]], share: float) -> Table:
+    """Return a table of accuracies next to those of the paper, on other data."""
     table = Table(title=f"Over $50,000 a year: σ = {NOISE_MULTIPLIER}, R = 1, δ = {DELTA:g}")
     for column in ("", "Adult, in the paper", "this census", "exact ε here"):
         table.add_column(column, justify="right" if column else "left")
     table.add_row("nobody does", "", f"{1.0 - share:.1%}", "")
-    for name, outcomes in found.items():
-        accuracy = np.array([each.accuracy for each in outcomes])
-        spread = f" ± {accuracy.std(ddof=1):.1%}" if len(outcomes) > 1 else ""
-        prices = [each.epsilon for each in outcomes if each.epsilon is not None]
+    for name, outcomes in outcomes_by_arm.items():
+        accuracy = np.array([outcome.accuracy for outcome in outcomes])
+        deviation = f" ± {accuracy.std(ddof=1):.1%}" if len(outcomes) > 1 else ""
+        prices = [outcome.epsilon for outcome in outcomes if outcome.epsilon is not None]
         epsilon = epsilon_up(max(prices)) if prices else "∞"
-        table.add_row(name, PAPER[name], f"{accuracy.mean():.1%}{spread}", epsilon)
+        table.add_row(name, PAPER[name], f"{accuracy.mean():.1%}{deviation}", epsilon)
     return table
 
 
@@ -157,12 +157,15 @@ def main() -> None:
         people = People.of(read_csv(find_census(arguments.data), COLUMNS))
     except FedprivError as error:
         parser.error(str(error))
-    found = study(people, arguments.seeds)
+    outcomes_by_arm = study(people, arguments.seeds)
     console = Console()
-    console.print(income_table(found, float(people.y.mean())))
+    console.print(income_table(outcomes_by_arm, float(people.y.mean())))
     for note in NOTES:
         console.print(f"* {note}", highlight=False)
-    numbers = {name: [asdict(each) for each in outcomes] for name, outcomes in found.items()}
+    numbers = {
+        name: [asdict(outcome) for outcome in outcomes]
+        for name, outcomes in outcomes_by_arm.items()
+    }
     content = {"share": float(people.y.mean()), "networks": numbers}
     write_numbers(content, arguments.folder, "census_income")
 

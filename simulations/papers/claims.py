@@ -1,7 +1,7 @@
-"""A published claim about ε, recomputed, and held against an interval that holds the truth.
+"""Published claims about ε, recomputed, and compared with an interval that holds the truth.
 
-A claim is judged by two questions that are easily confused: is the number at least the exact one,
-and does the argument that led to it prove so.
+Two questions about a claim are easily confused: whether the number is at least the exact one, and
+whether its argument proves that.
 """
 
 import math
@@ -17,7 +17,7 @@ from fedpriv.accounting.round_counts import Vector
 
 
 class Argument(StrEnum):
-    """What a claim rests on."""
+    """The kind of argument for a claim."""
 
     PROOF = "proof"
     ESTIMATE = "estimate"
@@ -28,22 +28,22 @@ class Argument(StrEnum):
 
 @dataclass(frozen=True)
 class Claim:
-    """One number of a paper and what became of it."""
+    """One number of a paper, and its check."""
 
     what: str  # the claim in words
-    paper: str  # the number as printed; "" where the paper has none and the method is another
+    paper: str  # the number as printed; "" if the paper has none and the method is another
     recomputed: float  # the number by the paper's own method
     exact: tuple[float, float]  # the interval (low, up) of the true number
-    argument: Argument  # what the claim rests on
+    argument: Argument  # for the claim
 
     @property
     def claimed(self) -> float:
-        """The printed number, or the recomputed one where nothing is printed."""
+        """The printed number, or the recomputed one if none is printed."""
         return float(self.paper) if self.paper else self.recomputed
 
     @property
     def is_below_truth(self) -> bool:
-        """Whether the true number is surely larger than all that is printed like the claimed."""
+        """Whether the true number is certainly above all numbers that round to the claimed one."""
         digits = len(self.paper.partition(".")[2])
         rounding = 0.5 * 10.0**-digits if self.paper else 0.0
         return self.claimed + rounding < self.exact[0]
@@ -55,22 +55,22 @@ class Claim:
 
     @property
     def verdict(self) -> str:
-        """One phrase for readers; what cannot be relied on begins with "not a valid bound"."""
+        """One phrase for readers; "not a valid bound" begins it if the claim is unreliable."""
         low, up = self.exact
         if self.is_below_truth:
             return f"not a valid bound: the truth is {_over(low / self.claimed)} it"
-        above = f"{_over(max(1.0, self.claimed / up))} the truth"
+        excess = f"{_over(max(1.0, self.claimed / up))} the truth"
         match self.argument:
             case Argument.PROOF:
-                return f"valid bound, {above}"
+                return f"valid bound, {excess}"
             case Argument.ESTIMATE:
-                return f"not a valid bound but an estimate, here {above}"
+                return f"not a valid bound but an estimate, here {excess}"
             case Argument.FLAW:
-                return f"not a valid bound: a step fails; the number is {above}"
+                return f"not a valid bound: a step fails; the number is {excess}"
 
 
 def epsilon_from_rdp_2016(orders: Sequence[float], rdp: Vector, delta: float) -> float:
-    """ε as papers report it: min_α rdp + log(1/δ)/(α − 1) (Abadi et al. 2016, Theorem 2)."""
+    """Return ε as in papers: min_α rdp + log(1/δ)/(α − 1) (Abadi et al. 2016, Theorem 2)."""
     alpha = np.asarray(orders, dtype=np.float64)
     return float((rdp - math.log(delta) / (alpha - 1)).min())
 
@@ -95,5 +95,5 @@ def print_claims(title: str, claims: tuple[Claim, ...], notes: tuple[str, ...]) 
 
 
 def _over(ratio: float) -> str:
-    """How much more than 1, in words that end before what it is more than."""
+    """Return a ratio above 1 in words, such as "2.5 times" or "3.1 % above"."""
     return f"{ratio:.1f} times" if ratio >= 2.0 else f"{100 * (ratio - 1):.1f} % above"

@@ -1,26 +1,26 @@
-"""Ermiş & Cemgil, *Differentially Private Dropout*, Table 1: accuracies, and what their σ costs.
+"""Ermiş & Cemgil, *Differentially Private Dropout*, Table 1: accuracies, and the cost of their σ.
 
     python -m simulations.papers.dropout [--data mnist] [--epochs 1] [--hidden 1000] [--seeds 3]
 
 The paper reads Gaussian dropout as SGLD: weights multiplied by N(1, α) are weights with N(0, α·θ²)
-added. It then takes for that noise the one that privacy asks for, N(0, 4C²σ²) on a sum of gradients
-clipped to C in each layer. So its algorithm is NoisySGD, without any noise of its own, and what σ
-settles is the rate: a step that adds N(0, s²) to a weight θ is dropout with α = (s/θ)², or
-p = α/(1 + α) = s²/(s² + θ²). Equal noise makes for a rate of its own in every weight.
+added. It then replaces that noise by the noise of privacy, N(0, 4C²σ²) on a sum of gradients
+clipped to C in each layer. So its algorithm is NoisySGD without additional noise, and σ determines
+the dropout rate: a step that adds N(0, s²) to a weight θ is dropout with α = (s/θ)², or
+p = α/(1 + α) = s²/(s² + θ²). With equal noise, every weight has its own rate.
 
-The control, "SGLD (no dropout)", has the noise of privacy, and the noise of Langevin dynamics on
-top. The paper does not say so, but SGLD with the former alone would be the same algorithm.
+The control, "SGLD (no dropout)", has the noise of privacy, plus the noise of Langevin dynamics. The
+paper does not say so, but SGLD with only the former would be the same algorithm.
 
-What it costs: each of two layers is clipped to C, so one record moves the sum by at most √2·C when
-it joins and by 2√2·C when another takes its place; the paper takes 2C for the latter. Noise of 2Cσ
-is a noise multiplier of 2Cσ/(√2·C) = √2·σ of the former. Lots are Poisson samples with q = ν; sums
-are divided by the expected size of a lot. The paper's lots of 100 on DIGITS are not its ν = 0.05,
-for which it computes σ; lots here are. Printed formulas give σ; the σ that the paper prints, at
-ε = 0.5 on MNIST, are other and smaller.
+The cost: each of two layers is clipped to C, so one record moves the sum by at most √2·C when it
+joins and by 2√2·C when it is replaced; the paper uses 2C for the latter. Noise of 2Cσ is a noise
+multiplier of 2Cσ/(√2·C) = √2·σ for the former. Lots are Poisson samples with q = ν; sums are
+divided by the expected size of a lot. The paper's lots of 100 on DIGITS do not match its ν = 0.05,
+for which it computes σ; lots here do. σ comes from the paper's formulas; the σ that it prints, at
+ε = 0.5 on MNIST, are different and smaller.
 
 The paper steps by η/2 along the sum, η = 0.05/t on DIGITS: 1.8/t along the average of a lot. That
-reached 80.8% in 25 epochs at σ = 2.21, and 0.5/√t 91.4% (one seed), so the latter is used. It was
-found on the held-out images, which no ε counts. On MNIST no other was tried.
+reached 80.8% in 25 epochs at σ = 2.21, and 0.5/√t reached 91.4% (one seed), so the latter is used.
+It was chosen on the held-out images, which ε does not include. On MNIST nothing else was tried.
 """
 
 import argparse
@@ -63,7 +63,7 @@ LAYERS = 2
 NON_PRIVATE, AC, ZCDP, SGLD, EXACT = (
     "no noise", "DPD-AC", "DPD-zCDP", "SGLD-zCDP (no dropout)", "DPD, exact ε",
 )  # fmt: skip
-PRINTED = {  # accuracies of Table 1, at ε of BUDGETS; the first are those of Section 5
+PRINTED = {  # accuracies of Table 1, at ε of BUDGETS; those without noise are from Section 5
     "mnist": {
         NON_PRIVATE: (0.9820,),
         AC: (0.9526, 0.9187, 0.8658),
@@ -81,10 +81,10 @@ PRINTED = {  # accuracies of Table 1, at ε of BUDGETS; the first are those of S
 
 @dataclass(frozen=True)
 class Langevin(ServerOptimizer):
-    """x ← x + η·Δ + N(0, 2η/N), which is SGLD (Welling & Teh 2011) at a flat prior.
+    """x ← x + η·Δ + N(0, 2η/N), which is SGLD (Welling & Teh 2011) with a flat prior.
 
-    Theirs has step ε/2 on the sum over all N examples and noise N(0, ε), which is η = N·ε/2 here.
-    The noise looks at nothing but the number of the round, so it costs and saves no privacy.
+    They use step ε/2 on the sum over all N examples and noise N(0, ε), which is η = N·ε/2 here. The
+    noise depends only on the number of the round, so it neither costs nor saves privacy.
     """
 
     learning_rate: PowerDecay | float
@@ -93,11 +93,11 @@ class Langevin(ServerOptimizer):
     number: int = 0
 
     def at(self, number: int) -> Self:
-        """The optimiser of a round, which draws its own noise."""
+        """Return the optimiser of a round, which draws its own noise."""
         return replace(super().at(number), number=number)
 
     def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
-        """One step along the average, and one at random."""
+        """Take one step along the average, and one at random."""
         moved, state = fedpriv.FedAvg(self.learning_rate).update(average, state, parameters)
         generator = np.random.default_rng([self.seed, self.number])
         assert isinstance(self.learning_rate, float)
@@ -108,7 +108,7 @@ class Langevin(ServerOptimizer):
 
 @dataclass(frozen=True)
 class Setting:
-    """What all arms on one data set have in common."""
+    """The settings that all arms on one data set share."""
 
     data: str
     nu: float
@@ -124,7 +124,7 @@ class Setting:
 
     @cached_property
     def arms(self) -> "tuple[Arm, ...]":
-        """No noise; then for each ε the paper's two σ, the control, and the σ that ε takes."""
+        """No noise; then for each ε the paper's two σ, the control, and the exact σ."""
         arms = [Arm(self, NON_PRIVATE, math.inf, 0.0)]
         for budget in BUDGETS:
             by_ac, by_zcdp = (
@@ -154,12 +154,12 @@ class Arm:
 
     @property
     def noise_multiplier(self) -> float:
-        """The noise over what one record moves the sum by when it joins."""
+        """The noise over the sensitivity to one record that joins."""
         return math.sqrt(LAYERS) * self.sigma
 
     @cached_property
     def epsilon(self) -> float:
-        """Exact ε, from above, when one record joins or leaves, which is what a run charges."""
+        """Exact ε, from above, if one record joins or leaves, as a run charges it."""
         if not self.sigma:
             return math.inf
         rounds = {(self.setting.nu, self.noise_multiplier): self.setting.rounds}
@@ -167,7 +167,7 @@ class Arm:
 
     @cached_property
     def replacing(self) -> float:
-        """Exact ε, from above, when one record is replaced: the paper's neighbours."""
+        """Exact ε, from above, if one record is replaced: the paper's neighbours."""
         if not self.sigma:
             return math.inf
         nu, rounds = self.setting.nu, self.setting.rounds
@@ -178,10 +178,10 @@ class Arm:
     @property
     def printed(self) -> float | None:
         """The paper's accuracy."""
-        found = PRINTED[self.setting.data].get(self.name)
-        if not found:
+        accuracy = PRINTED[self.setting.data].get(self.name)
+        if not accuracy:
             return None
-        return found[BUDGETS.index(self.budget)] if self.sigma else found[0]
+        return accuracy[BUDGETS.index(self.budget)] if self.sigma else accuracy[0]
 
 
 @dataclass(frozen=True)
@@ -191,18 +191,18 @@ class Trained:
     arm: Arm
     seed: int
     accuracy: float  # on held-out images, at the end
-    epsilon: float  # that the ledger holds
+    epsilon: float  # of the ledger
     dropout: float  # rate p of the median weight in the last round
 
 
 def dropout_rates(model: torch.nn.Module, stddev: float) -> torch.Tensor:
-    """p = α/(1 + α) of each weight θ, where noise N(0, s²) on it is taken for N(0, α·θ²)."""
+    """Return p = α/(1 + α) of each weight θ, where its noise N(0, s²) is read as N(0, α·θ²)."""
     squares = torch.cat([p.detach().flatten() for p in model.parameters()]) ** 2
     return stddev**2 / (stddev**2 + squares)
 
 
 def simulated(arm: Arm, people: fedpriv.Population, seed: int, folder: Path) -> fedpriv.Run:
-    """The run of an arm. All arms of a seed start with one model and draw the same lots."""
+    """Run an arm. All arms of a seed start with the same model and draw the same lots."""
     setting, examples = arm.setting, len(people.users.fields["y"])
     inputs = math.prod(people.users.fields["x"].shape[1:])
     mechanism = fedpriv.Mechanism.poisson(
@@ -211,7 +211,7 @@ def simulated(arm: Arm, people: fedpriv.Population, seed: int, folder: Path) -> 
         contributors_share=0.0,
         unit="example",
     )
-    if arm.sigma:  # a little more than it costs, so that no rounding ends the last round
+    if arm.sigma:  # slightly above the cost, so that rounding cannot prevent the last round
         budget = arm.epsilon * (1 + 1e-6)
         mechanism = mechanism.with_noise(arm.noise_multiplier, epsilon=budget, delta=DELTA)
     else:
@@ -249,7 +249,7 @@ def train(arm: Arm, people: fedpriv.Population, seed: int) -> Trained:
 
 
 def results_table(runs: Sequence[Trained]) -> Table:
-    """One row for each arm: the paper's accuracy and ours, and what its noise really costs."""
+    """Return a table with a row for each arm: the paper's accuracy, ours, and the exact cost."""
     setting, rows = runs[0].arm.setting, []
     for arm in dict.fromkeys(run.arm for run in runs):
         of_arm = [run for run in runs if run.arm == arm]
@@ -270,8 +270,8 @@ def results_table(runs: Sequence[Trained]) -> Table:
         )
     columns = [Column("ε as said"), Column("arm", "text"), Column("σ"), Column("ε, joins")]
     columns += [Column("ε, replaced"), Column("dropout p"), Column("paper"), Column("here")]
-    what = f"{setting.data}, {setting.hidden} units, {setting.epochs:g} epochs, δ = {DELTA:g}"
-    return Table(f"Ermiş & Cemgil, Table 1: {what}", columns, rows)
+    title = f"{setting.data}, {setting.hidden} units, {setting.epochs:g} epochs, δ = {DELTA:g}"
+    return Table(f"Ermiş & Cemgil, Table 1: {title}", columns, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -282,13 +282,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--hidden", type=int, help="units; by default those of the paper")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("simulations/results"))
-    given = parser.parse_args(arguments)
-    setting = SETTINGS[given.data]
-    hidden, epochs = given.hidden or setting.hidden, setting.epochs * given.epochs
+    options = parser.parse_args(arguments)
+    setting = SETTINGS[options.data]
+    hidden, epochs = options.hidden or setting.hidden, setting.epochs * options.epochs
     setting = replace(setting, hidden=hidden, epochs=epochs)
-    people = load_digits() if given.data == "digits" else load_mnist_writers()
-    runs = [train(arm, people, seed) for seed, arm in product(range(given.seeds), setting.arms)]
-    write(runs, given.folder)
+    people = load_digits() if options.data == "digits" else load_mnist_writers()
+    runs = [train(arm, people, seed) for seed, arm in product(range(options.seeds), setting.arms)]
+    write(runs, options.folder)
 
 
 def write(runs: Sequence[Trained], folder: Path) -> None:
@@ -306,14 +306,14 @@ def write(runs: Sequence[Trained], folder: Path) -> None:
 
 
 def _upward(cost: float) -> str:
-    """Three places, rounded up."""
+    """Return a cost with three decimal places, rounded up."""
     return f"{math.ceil(1e3 * cost) / 1e3:.3f}" if math.isfinite(cost) else f"{cost}"
 
 
 def _sigma(
     formula: Callable[[float, float, int], float], budget: float, nu: float, t: int
 ) -> float:
-    """σ at which a formula gives the budget."""
+    """Return the σ at which a formula gives the budget."""
     return float(brentq(lambda sigma: formula(sigma, nu, t) - budget, 0.05, 1e4))
 
 

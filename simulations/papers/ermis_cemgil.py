@@ -29,7 +29,7 @@ NOTES = (
 
 
 def composition_epsilon(sigma: float, nu: float = NU, rounds: int = ROUNDS) -> float:
-    """ε of DPD-AC by the formulas of Section 4.3, at the split of δ that makes it smallest.
+    """Return ε of DPD-AC by the formulas of Section 4.3, at the split of δ with the smallest ε.
 
     With σ' the ε of one amplified round, √(2T·log(1/δ'))·σ' + T·σ'²: the paper prints 1/σ' in the
     first term, which cannot be meant.
@@ -37,27 +37,27 @@ def composition_epsilon(sigma: float, nu: float = NU, rounds: int = ROUNDS) -> f
 
     def at(share: float) -> float:
         tail, per_round = share * DELTA, (1 - share) * DELTA / (rounds * nu)
-        one = math.log1p(nu * math.expm1(math.sqrt(2 * math.log(1.25 / per_round)) / sigma))
-        return math.sqrt(2 * rounds * math.log(1 / tail)) * one + rounds * one**2
+        epsilon = math.log1p(nu * math.expm1(math.sqrt(2 * math.log(1.25 / per_round)) / sigma))
+        return math.sqrt(2 * rounds * math.log(1 / tail)) * epsilon + rounds * epsilon**2
 
     return float(minimize_scalar(at, bounds=(1e-3, 1 - 1e-3), method="bounded").fun)
 
 
 def amplified_zcdp_epsilon(sigma: float, nu: float = NU, rounds: int = ROUNDS) -> float:
-    """ε of DPD-zCDP by equations (6) and (7) read from the noise to ε, with δ' = δ."""
-    one = math.sqrt(2 * math.log(1.25 * nu / DELTA)) / sigma
-    amplified = math.log1p(nu * math.expm1(one))
+    """Return ε of DPD-zCDP by equations (6) and (7), solved for ε, with δ' = δ."""
+    epsilon = math.sqrt(2 * math.log(1.25 * nu / DELTA)) / sigma
+    amplified = math.log1p(nu * math.expm1(epsilon))
     variance = 2 * math.log(1.25 / DELTA) / amplified**2
     return zcdp_epsilon(rounds / (2 * variance))
 
 
 def zcdp_epsilon(rho: float) -> float:
-    """ε of ρ-zCDP at δ (Bun & Steinke 2016, Proposition 1.3)."""
+    """Return ε of ρ-zCDP at δ (Bun & Steinke 2016, Proposition 1.3)."""
     return rho + 2 * math.sqrt(-rho * math.log(DELTA))
 
 
 def needed_noise_multiplier() -> tuple[float, float]:
-    """Certified interval of the least z that gives ε = 0.5."""
+    """Return a certified interval of the least z that gives ε = 0.5."""
 
     def excess(z: float, end: int) -> float:
         return tightest_epsilon(poisson_pairs({(NU, z): ROUNDS}), DELTA)[end] - float(EPSILON)
@@ -67,7 +67,7 @@ def needed_noise_multiplier() -> tuple[float, float]:
 
 
 def claims() -> tuple[Claim, ...]:
-    """ε = 0.5 at each printed σ, under both readings, and the noise that it takes."""
+    """Return claims of ε = 0.5 at each printed σ, under both readings, and of the noise."""
     composed, concentrated = ({(NU, s): ROUNDS} for s in (SIGMA_AC, SIGMA_ZCDP))
     exact_ac, exact_zcdp = (
         tightest_epsilon(poisson_pairs(r), DELTA) for r in (composed, concentrated)
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def _sigma_by_chain() -> float:
-    """σ at which equations (6) and (7) give ε = 0.5."""
+    """Return the σ at which equations (6) and (7) give ε = 0.5."""
     return float(brentq(lambda sigma: amplified_zcdp_epsilon(sigma) - float(EPSILON), 1.0, 100.0))
 
 

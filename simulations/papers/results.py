@@ -1,4 +1,4 @@
-"""How results of several seeds are written, and read again: a table and numbers, of one name."""
+"""Writing and reading of results over several seeds: a table and numbers with the same name."""
 
 import json
 from collections.abc import Sequence
@@ -12,13 +12,16 @@ from fedpriv.report.tables import Table, print_table
 
 
 def mean_of(shares: Sequence[float], sign: str = "") -> str:
-    """Mean and, of several, standard deviation in percent; the sign "+" is shown if it is given."""
+    """Return the mean and, if there are several, the standard deviation in percent.
+
+    With the sign "+", a plus precedes a positive mean.
+    """
     end = f" ± {stdev(shares):.2%}" if len(shares) > 1 else ""
     return f"{fmean(shares):{sign}.2%}{end}"
 
 
 def read_results(folder: Path, name: str) -> list[dict[str, Any]]:
-    """The rows that `write_results` left in `name`.json; none if there is no such file."""
+    """Return the rows that `write_results` wrote to `name`.json; none if there is no such file."""
     path = folder / f"{name}.json"
     rows: list[dict[str, Any]] = []
     if path.exists():
@@ -35,7 +38,7 @@ def write_results(table: Table, content: object, folder: Path, name: str) -> Non
 
 
 def write_numbers(content: object, folder: Path, name: str) -> None:
-    """Write the content as `name`.json, in a folder that need not be there."""
+    """Write the content as `name`.json, in a folder that need not exist."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=1) + "\n"
     (folder / f"{name}.json").write_text(text, encoding="utf-8")

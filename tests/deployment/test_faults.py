@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence(tmp_path: Path) -> None:
         with site.server(f"--out={tmp_path / 'other'}") as same_port:
             assert "the server cannot listen: Address already in use" in refused(same_port)
         assert not (tmp_path / "other").exists()
-        stranger.await_text("are not those that are enrolled")  # and it tries again
+        stranger.await_text("holds other users than are enrolled")  # and it tries again
         ask_to_stop(server)
         ended(server)
     with site.server("--set=clipping.norm=0.6") as other_plan:

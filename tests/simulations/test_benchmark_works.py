@@ -120,7 +120,7 @@ def test_roles_are_pieces_of_what_each_says(tmp_path: Path) -> None:
         rows = slice(int(offsets[user]), int(offsets[user + 1]))
         assert torch.equal(x[rows].flatten()[1:], y[rows].flatten()[:-1])
     assert len(roles(users=30)[2]) == 31
-    with pytest.raises(DataError, match="100 roles say enough"):
+    with pytest.raises(DataError, match="100 roles have enough text"):
         roles(users=101)
     (tmp_path / FILE).unlink()
     with pytest.raises(DataError, match="is absent from"):

@@ -1,1 +1,1 @@
-"""Flower's usual app on DIGITS: a ClientApp that knows nothing of fedpriv, and a ServerApp."""
+"""Flower's usual app on DIGITS: a ClientApp that does not use fedpriv, and a ServerApp."""

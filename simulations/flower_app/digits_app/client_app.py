@@ -1,4 +1,4 @@
-"""Flower's usual ClientApp: it knows nothing of privacy."""
+"""Flower's usual ClientApp, without any code for privacy."""
 
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp

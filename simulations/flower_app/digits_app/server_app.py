@@ -1,4 +1,4 @@
-"""Flower's usual ServerApp, with a private strategy where FedAvg would be."""
+"""Flower's usual ServerApp, with a private strategy in place of FedAvg."""
 
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
@@ -13,7 +13,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Train, and say what the model can do and what it cost."""
+    """Train, and print the model's accuracy and its cost."""
     config = context.run_config
     rounds, ledger = int(config["rounds"]), str(config["ledger"])
     nodes = connected(grid, int(config["nodes"]))
@@ -29,7 +29,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def evaluate(_round: int, arrays: ArrayRecord) -> MetricRecord:
-    """Accuracy on rows that no node has."""
+    """Return the accuracy on rows that no node has."""
     model = Net()
     model.load_state_dict(arrays.to_torch_state_dict())
     return MetricRecord({"accuracy": accuracy(model)})

@@ -16,20 +16,20 @@ class Net(nn.Module):
         self.fc = nn.Linear(64, 10)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Scores [rows, 10] of pixels [rows, 64]."""
+        """Return scores [rows, 10] of pixels [rows, 64]."""
         scores: torch.Tensor = self.fc(pixels)
         return scores
 
 
 def load(part: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pixels [rows, 64] and digits [rows] of one of the nodes."""
+    """Return pixels [rows, 64] and digits [rows] of one of the nodes."""
     pixels, digits = _rows()
     chosen = np.array_split(np.arange(HELD_OUT, len(digits)), parts)[part]
     return pixels[chosen], digits[chosen]
 
 
 def train(model: nn.Module, rows: tuple[torch.Tensor, torch.Tensor], learning_rate: float) -> float:
-    """Train for three passes; the last loss."""
+    """Train for three passes; return the last loss."""
     pixels, digits = rows
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
     loss = torch.zeros(())
@@ -42,7 +42,7 @@ def train(model: nn.Module, rows: tuple[torch.Tensor, torch.Tensor], learning_ra
 
 
 def accuracy(model: nn.Module) -> float:
-    """Of a model on the rows of no node."""
+    """Return the accuracy of a model on the rows of no node."""
     pixels, digits = _rows()
     with torch.no_grad():
         right = model(pixels[:HELD_OUT]).argmax(1) == digits[:HELD_OUT]
