@@ -169,6 +169,11 @@ _GAUSSIAN = tuple(kind for kind, bounds in ANALYSES.items() if bounds in (_poiss
 """Kinds that cost no more than the Poisson-subsampled Gaussian of `compose`, including q = 1."""
 
 
+def poisson_pairs(rounds: Rounds) -> Pairs:
+    """Return the pairs of Poisson-sampled rounds."""
+    return {PoissonPair(q, z): count for (q, z), count in rounds.items()}
+
+
 def tightest_epsilon(pairs: Pairs, delta: float) -> Ends:
     """Return an interval of the least ε for which the pairs together are (ε, δ)-DP."""
     interval = contour.epsilon_interval, pld.epsilon_interval

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine.alone import AloneModel
 from fedpriv.engine.arithmetic import (
     Activations,
     generators_apart,
@@ -23,7 +22,7 @@ from fedpriv.engine.arithmetic import (
     seed_generators,
     tf32,
 )
-from fedpriv.engine.descent import same_for_all
+from fedpriv.engine.descent import AloneModel, same_for_all
 from fedpriv.engine.examples import Chunk, Examples, held_on, lent
 from fedpriv.engine.graphs import Graphs
 from fedpriv.engine.indices import Indices
@@ -267,10 +266,9 @@ class Trainer:
             norms = torch.stack([*group_norms(updates, sums.request.clipping.sent).values()], 1)
             place = int((~torch.isfinite(norms).all(1)).nonzero()[0])
             rest = replace(chunk, users=chunk.users[place:])
-            broken = {n for n, u in updates.items() if not torch.isfinite(u[place]).all()}
-            metrics = [m.name for m in sums.request.measured if m.tensor in broken]
-            what = f"metric {metrics[0]!r}" if 0 < len(metrics) == len(broken) else "update"
-            self._drop(sums, rest, f"its {what} is not finite")
+            first = (n for n, u in updates.items() if not u[place : place + 1].isfinite().all())
+            metrics = {metric.tensor: f"metric {metric.name!r}" for metric in sums.request.measured}
+            self._drop(sums, rest, f"its {metrics.get(next(first, ''), 'update')} is not finite")
 
     def _drop(self, sums: _Sums, chunk: Chunk, reason: str, error: Exception | None = None) -> None:
         """Record that the first user of a chunk counts as zero."""

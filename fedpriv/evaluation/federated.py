@@ -21,8 +21,8 @@ from fedpriv.analytics import Answer, Survey, VectorQuestion, ask
 from fedpriv.analytics.questions import QuantityFunction, UserValues, sampling_spread
 from fedpriv.data.columns import Fields
 from fedpriv.data.population import UserStore, offsets_of, spread_over
-from fedpriv.engine.alone import AloneModel
 from fedpriv.engine.arithmetic import plain_arithmetic, seeded
+from fedpriv.engine.descent import AloneModel
 from fedpriv.engine.indices import Indices
 from fedpriv.engine.measuring import Measuring, mean_metric
 from fedpriv.engine.task import RoundParameters, Task, outputs_of

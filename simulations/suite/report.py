@@ -65,7 +65,7 @@ def cells(arms: Iterable[Found]) -> list[Cell]:
 
     in_order = sorted(arms, key=lambda arm: (*place(arm), arm["seed"]))
     found = (list(same) for _, same in groupby(in_order, place))
-    return [Cell(*(same[0][n] for n in ("task", "privacy", "tool")), same) for same in found]
+    return [Cell(same[0]["task"], same[0]["privacy"], same[0]["tool"], same) for same in found]
 
 
 def read(folder: Path) -> list[Found]:

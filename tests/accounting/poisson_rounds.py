@@ -1,13 +1,8 @@
 """Intervals of Poisson-sampled rounds by (q, z): by composing their losses, and the tightest."""
 
 from fedpriv.accounting import accountants, pld
-from fedpriv.accounting.pld.lattice import Pairs
-from fedpriv.accounting.pld.sampled_examples import PoissonPair
+from fedpriv.accounting.accountants import poisson_pairs
 from fedpriv.accounting.round_counts import Rounds
-
-
-def poisson_pairs(rounds: Rounds) -> Pairs:
-    return {PoissonPair(q, z): count for (q, z), count in rounds.items()}
 
 
 def epsilon_interval(rounds: Rounds, delta: float) -> tuple[float, float]:

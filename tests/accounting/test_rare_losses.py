@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from scipy.special import log_ndtr, ndtr
 
 from fedpriv.accounting import calibrate_noise_multiplier, epsilon, poisson_gaussian
+from fedpriv.accounting.accountants import poisson_pairs
 from fedpriv.accounting.pld import noise_of_sampled
 from fedpriv.accounting.pld.dominating_pairs import FixedSizePair, ReplacePair
 from fedpriv.accounting.pld.lattice import LossPair
@@ -22,7 +23,6 @@ from fedpriv.accounting.pld.sampled_examples import PoissonPair
 from fedpriv.accounting.round_counts import Direction
 from tests.accounting import poisson_rounds
 from tests.accounting.closed_forms import one_round_delta, poisson_delta
-from tests.accounting.poisson_rounds import poisson_pairs
 
 Floats = NDArray[np.float64]
 
