@@ -18,9 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MOST = {
-    "code lines of the product": 29_590,
-    "code lines of privacy and ledger": 3_326,
-    "modules of the product": 139,
+    "code lines of the product": 29_587,
+    "code lines of privacy and ledger": 3_306,
+    "modules of the product": 137,
     "names at the root of fedpriv": 2,
     "public names that stand in two modules": 6,
     "names of modules that stand twice": 2,

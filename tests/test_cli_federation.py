@@ -312,7 +312,7 @@ def test_status_of_a_folder_is_json_too(tmp_path: Path) -> None:
         ([], "exactly one of FOLDER and --server"),
         (["run", "--server", "localhost:1"], "exactly one of FOLDER and --server"),
         (["run", "--node", "n"], "a folder is read without"),
-        (["run"], "sites.json cannot be used: No such file"),
+        (["run"], "run has no sites.json; only a run of `fedpriv serve` does"),
     ],
 )
 def test_status_needs_a_server_or_the_folder_of_a_run(

@@ -52,6 +52,18 @@ class Sampling(ABC):
         The key is 32 secret bytes and has no other use.
         """
 
+    def _event(
+        self,
+        policy: SamplingPolicy,
+        probability: float,
+        relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE,
+        **others: Any,
+    ) -> SamplingEvent:
+        """Return the event of these draws, with other fields of it."""
+        return SamplingEvent(
+            policy, probability, self.population, relation, unit=self.unit, **others
+        )
+
     @cached_property
     def rounds(self) -> int:
         """Number of rounds in one event."""
@@ -107,14 +119,8 @@ class PoissonSampling(Sampling):
 
     def event(self) -> SamplingEvent:
         """Return the event of one draw, for accountants of the add-or-remove-one relation."""
-        return SamplingEvent(
-            SamplingPolicy.POISSON,
-            self.sampling_probability,
-            self.population,
-            NeighbouringRelation.ADD_OR_REMOVE_ONE,
-            unit=self.unit,
-            projection=self.projection,
-        )
+        q = self.sampling_probability
+        return self._event(SamplingPolicy.POISSON, q, projection=self.projection)
 
     def draw(self, key: bytes) -> tuple[Users, ...]:
         """Draw one cohort.
@@ -192,14 +198,8 @@ class ExampleSampling(Sampling):
 
     def event(self) -> SamplingEvent:
         """Return the event of one draw, for accountants of the add-or-remove-one relation."""
-        return SamplingEvent(
-            SamplingPolicy.EXAMPLES,
-            self.sampling_probability,
-            self.population,
-            NeighbouringRelation.ADD_OR_REMOVE_ONE,
-            unit=self.unit,
-            examples_per_user=self.examples_per_user,
-        )
+        q, k = self.sampling_probability, self.examples_per_user
+        return self._event(SamplingPolicy.EXAMPLES, q, examples_per_user=k)
 
     def draw(self, key: bytes) -> tuple[Users, ...]:
         """Draw the secret places that a key determines, in [0, N·k), ascending."""
@@ -226,13 +226,8 @@ class FixedSizeSampling(Sampling):
 
     def event(self) -> SamplingEvent:
         """Return the event of one draw, for accountants of the replace-one relation."""
-        return SamplingEvent(
-            SamplingPolicy.FIXED_SIZE,
-            self.cohort_size / self.population,
-            self.population,
-            NeighbouringRelation.REPLACE_ONE,
-            unit=self.unit,
-        )
+        q, relation = self.cohort_size / self.population, NeighbouringRelation.REPLACE_ONE
+        return self._event(SamplingPolicy.FIXED_SIZE, q, relation)
 
     def draw(self, key: bytes) -> tuple[Users, ...]:
         """Draw one cohort: the first m distinct uniform values, or the complement of N − m."""
@@ -262,8 +257,7 @@ class EveryUserSampling(Sampling):
 
     def event(self) -> SamplingEvent:
         """Return the event of one round."""
-        policy = SamplingPolicy.EVERY_USER
-        return SamplingEvent(policy, 1.0, self.population, self.relation, unit=self.unit)
+        return self._event(SamplingPolicy.EVERY_USER, 1.0, self.relation)
 
     def draw(self, key: bytes) -> tuple[Users, ...]:  # noqa: ARG002 - the draw is not random
         """Return all users."""
@@ -289,14 +283,8 @@ class RandomAllocationSampling(Sampling):
     def event(self) -> SamplingEvent:
         """Return the event of a pass, for accountants of the add-or-remove-one relation."""
         schedule = Schedule(self.pass_rounds, self.participations)
-        return SamplingEvent(
-            SamplingPolicy.RANDOM_ALLOCATION,
-            self.participations / self.pass_rounds,
-            self.population,
-            NeighbouringRelation.ADD_OR_REMOVE_ONE,
-            schedule,
-            self.unit,
-        )
+        q = self.participations / self.pass_rounds
+        return self._event(SamplingPolicy.RANDOM_ALLOCATION, q, schedule=schedule)
 
     def draw(self, key: bytes) -> tuple[Users, ...]:
         """Draw the cohorts of a pass.
@@ -335,8 +323,8 @@ class SeparatedSampling(Sampling):
 
     def event(self) -> SamplingEvent:
         """Return the event of a series."""
-        policy, schedule = SamplingPolicy.SEPARATED, _rotation(self.series_rounds, self.separation)
-        return SamplingEvent(policy, 1.0, self.population, self.relation, schedule, self.unit)
+        schedule = _rotation(self.series_rounds, self.separation)
+        return self._event(SamplingPolicy.SEPARATED, 1.0, self.relation, schedule=schedule)
 
     def draw(self, key: bytes) -> tuple[Users, ...]:
         """Draw the cohorts of a series."""
@@ -365,14 +353,8 @@ class BandedPoissonSampling(Sampling):
 
     def event(self) -> SamplingEvent:
         """Return the event of a series."""
-        return SamplingEvent(
-            SamplingPolicy.BANDED_POISSON,
-            self.sampling_probability,
-            self.population,
-            self.relation,
-            _rotation(self.series_rounds, self.separation),
-            self.unit,
-        )
+        schedule, q = _rotation(self.series_rounds, self.separation), self.sampling_probability
+        return self._event(SamplingPolicy.BANDED_POISSON, q, self.relation, schedule=schedule)
 
     def draw(self, key: bytes) -> tuple[Users, ...]:
         """Draw the cohorts of a series."""

@@ -168,7 +168,9 @@ class RunFolder:
         write_atomically(self.sites, to_json(table, indent=2), 0o600)
 
     def read_sites(self) -> SiteTable:
-        """Return the table of sites; DataError if it is damaged."""
+        """Return the table of sites; DataError if it is damaged, or the run has none."""
+        if not self.sites.exists():
+            raise DataError(f"{self.path} has no sites.json; only a run of `fedpriv serve` does")
         return _read_as(SiteTable, self.sites, "the sites of a run of `fedpriv serve`")
 
 
