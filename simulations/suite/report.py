@@ -7,6 +7,7 @@ makes that table again from the committed numbers.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -101,7 +102,10 @@ def _command(arm: Found) -> str:
 def figure(found: Sequence[Cell]) -> alt.VConcatChart:
     """Scores against ε: mean, least and largest of seeds; a panel for each task and its rounds."""
     panels = []
-    for name, rounds in dict.fromkeys(cell.part for cell in found):
+    counts = Counter(cell.part for cell in found)
+    for (name, rounds), count in counts.items():
+        if count == 1 < max(counts.values()):  # there is nothing to compare
+            continue
         task, of_task = TASKS[name](), [cell for cell in found if cell.part == (name, rounds)]
         rows = [
             {"epsilon": _TITLES[cell.privacy], "tool": cell.tool, "mean": fmean(cell.scores)}
@@ -116,9 +120,12 @@ def figure(found: Sequence[Cell]) -> alt.VConcatChart:
             color=alt.Color("tool:N", title=None, scale=colours),
         )
         what = "accuracy (%)" if task.points is None else "error (points)"
-        y = alt.Y("mean:Q", title=what, scale=alt.Scale(zero=False, padding=8))
+        low, high = min(row["low"] for row in rows), max(row["high"] for row in rows)
+        margin = max(0.5, (high - low) / 10)  # so that a hundredth of a point looks like one
+        scale = alt.Scale(domain=[low - margin, high + margin], zero=False)
+        y = alt.Y("mean:Q", title=what, scale=scale)
         marks = (
-            base.mark_rule(strokeWidth=2).encode(y="low:Q", y2="high:Q"),
+            base.mark_rule(strokeWidth=2).encode(y=alt.Y("low:Q", scale=scale), y2="high:Q"),
             base.mark_point(filled=True, size=60, opacity=1).encode(
                 y=y, shape=alt.Shape("tool:N", title=None, scale=alt.Scale(domain=TOOLS))
             ),
