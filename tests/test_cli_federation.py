@@ -120,7 +120,7 @@ def test_certificates_are_made_and_it_is_said_where_they_go(tmp_path: Path) -> N
     pem = (tmp_path / bundle / "node.pem").read_bytes()
     certificate = x509.load_pem_x509_certificate(pem)
     assert said == (
-        f"{bundle}: send ca.pem and node.pem to 'hospital-a', beside its node.key; valid for 30 "
+        f"{bundle}: send ca.pem and node.pem to 'hospital-a', next to its node.key; valid for 30 "
         "days\n"
         "the server's enrolment, at node 'hospital-a': "
         f'certificate = "{certificate.fingerprint(hashes.SHA256()).hex()}"\n'

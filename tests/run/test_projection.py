@@ -135,7 +135,7 @@ def test_everything_that_tells_an_epsilon_says_that_it_is_a_projection(tmp_path:
     run = simulated(people().as_if(AS_IF, cohort=10), tmp_path / "run")
     (note,) = (text for text in run.warnings if "projection" in text)
     assert f"as if {AS_IF:,} users" in note
-    assert "for the 40 who are" in note
+    assert "for the 40 enrolled" in note
     for result in run.rounds:
         assert result.as_if == AS_IF
         assert "privacy/epsilon" not in result.scalars
