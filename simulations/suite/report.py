@@ -120,7 +120,8 @@ def figure(found: Sequence[Cell]) -> alt.VConcatChart:
             color=alt.Color("tool:N", title=None, scale=colours),
         )
         what = "accuracy (%)" if task.points is None else "error (points)"
-        low, high = min(row["low"] for row in rows), max(row["high"] for row in rows)
+        scores = [score for cell in of_task for score in cell.scores]
+        low, high = min(scores), max(scores)
         margin = max(0.5, (high - low) / 10)  # so that a hundredth of a point looks like one
         scale = alt.Scale(domain=[low - margin, high + margin], zero=False)
         y = alt.Y("mean:Q", title=what, scale=scale)
