@@ -8,7 +8,6 @@ from statistics import fmean
 
 from rich.console import Console
 
-from fedpriv.accounting.accountants import PrivacyLoss
 from fedpriv.errors import DataError
 from fedpriv.report.charts import (
     Axis,
@@ -78,19 +77,19 @@ def arms_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart:
     return measure_chart("arms", measure, series, x=_arms_axis(study, arms))
 
 
-def differences_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart | None:
-    """Return a chart of paired differences from the baseline; None if there are none."""
+def differences_charts(study: Study, arms: Sequence[ArmSummary]) -> list[Chart]:
+    """Return a chart of paired differences from the baseline, if there are any."""
     measure = measure_of(arms)
     summaries = [arm for arm in arms if measure.difference(arm) is not None]
     if not summaries:
-        return None
+        return []
     names, x = _names(arms), _arms_axis(study, summaries)
     series = _side_by_side(names, summaries, measure.difference)
     # The zero line takes the baseline's place, so that arms keep their colours and markers.
     zero, ends = f"{study.baseline}, the baseline", x.ends or ()
     series[names.index(study.baseline)] = Series(zero, ends, [0.0, 0.0], dashed=True, marked=False)
     y = Axis(f"{measure.name} minus baseline's", measure.unit)
-    return measure_chart("differences", measure, series, x=x, y=y, baseline=study.baseline)
+    return [measure_chart("differences", measure, series, x=x, y=y, baseline=study.baseline)]
 
 
 def varied_charts(study: Study, arms: Sequence[ArmSummary]) -> list[Chart]:
@@ -162,9 +161,9 @@ def write_study_charts(results: ReadStudy, folder: Path) -> list[Path]:
     if not results.arms:
         raise DataError(f"no run of the study in {results.folder} is finished; run it first")
     first = front_chart if len(_targets(results.arms)) > 1 else arms_chart
-    differences = differences_chart(results.study, results.arms)
-    charts = [first(results.study, results.arms), *([differences] if differences else [])]
-    return save_all([*charts, *varied_charts(results.study, results.arms)], folder)
+    study, arms = results.study, results.arms
+    charts = [first(study, arms), *differences_charts(study, arms), *varied_charts(study, arms)]
+    return save_all(charts, folder)
 
 
 def results_table(results: ReadStudy, target: Target) -> Table:
@@ -349,7 +348,6 @@ class _Arm:
 
     summary: ArmSummary
     records: tuple[RunRecord, ...]
-    losses: tuple[PrivacyLoss, ...]  # of their ledgers
 
 
 def page_of_study(results: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
@@ -361,9 +359,10 @@ def page_of_study(results: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page
     if not arms:
         raise DataError(f"no run of the study in {results.folder} is finished; run it first")
     targets = [target for target in results.study.targets if _at(arms, target)]
-    differences = differences_chart(results.study, results.arms)
+    differences = differences_charts(results.study, results.arms)
     text = (results.folder / STUDY).read_text(encoding="utf-8")
-    record, loss = arms[0].records[0], arms[0].losses[0]
+    record = arms[0].records[0]
+    loss = loss_of(record)
     by_round = [_by_round_chart(_at(arms, t), t, f"accuracy-{n}") for n, t in enumerate(targets)]
     if len(targets) > 1:
         front = front_chart(results.study, results.arms)
@@ -371,12 +370,10 @@ def page_of_study(results: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page
         front = _spent_chart(results.study, arms, targets[0])
     sections = [
         _summary(results, arms, targets, front),
-        PageSection(
-            "differences", "Against the baseline", charts=[differences] if differences else []
-        ),
+        PageSection("differences", "Against the baseline", charts=differences),
         PageSection("accuracy", "How good the models are", charts=by_round),
         PageSection("varied", "What was varied", charts=varied_charts(results.study, results.arms)),
-        assumptions(loss, record.ledger),
+        *([assumptions(loss, record.ledger)] if loss else []),
         _clipping(results, arms, targets),
         PageSection("ledger", "Ledger verification", tables=[_ledgers_table(arms)]),
         PageSection("plan", "Resolved study", [texts()["plan"]["study"]], listing=text),
@@ -393,7 +390,6 @@ def _arms(results: ReadStudy, records: Mapping[Cell, RunRecord]) -> list[_Arm]:
             for cell, result in results.finished
             if (cell.arm.name, cell.target) == (summary.arm, summary.target)
         ]
-        losses = []
         for result, record in runs:
             loss = loss_of(record, projected=True)
             if loss is None or loss.epsilon > result.epsilon * (1.0 + 1e-9):
@@ -401,8 +397,7 @@ def _arms(results: ReadStudy, records: Mapping[Cell, RunRecord]) -> list[_Arm]:
                     f"the result of {record.folder} says ε = {result.epsilon}, and its ledger "
                     f"holds {loss.epsilon if loss else 0.0}; run the study again"
                 )
-            losses.append(loss_of(record) or loss)
-        arms.append(_Arm(summary, tuple(record for _, record in runs), tuple(losses)))
+        arms.append(_Arm(summary, tuple(record for _, record in runs)))
     return arms
 
 

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from fedpriv.report.charts import embedded, figure, save, spans_decades
-from fedpriv.report.study_page import arms_chart, differences_chart, front_chart, varied_charts
+from fedpriv.report.study_page import arms_chart, differences_charts, front_chart, varied_charts
 from fedpriv.studies import Cell, ReadStudy
 from fedpriv.studies.study import load_study
 from tests.studies.studying import result, study_file
@@ -57,8 +57,8 @@ def test_the_axis_of_epsilon_says_whom_it_protects(tmp_path: Path, unit: str) ->
     privacy = {**read.study.base["privacy"], "unit": unit}
     base = {key: value for key, value in read.study.base.items() if key != "local"}
     study = read.study.model_copy(update={"base": base | {"privacy": privacy}})
-    drawn = (front_chart, arms_chart, differences_chart)
-    titles = {chart(study, read.arms).x.title for chart in drawn}
+    drawn = [chart(study, read.arms) for chart in (front_chart, arms_chart)]
+    titles = {chart.x.title for chart in [*drawn, *differences_charts(study, read.arms)]}
     assert titles == {f"{unit}-level ε at δ = {study.target.delta:g}"}
 
 
@@ -127,7 +127,7 @@ def test_differences_have_an_interval_for_each_arm_and_target_and_a_zero_line(
     tmp_path: Path,
 ) -> None:
     read = made(tmp_path, accuracy, baseline="users-40_flat")
-    chart = differences_chart(read.study, read.arms)
+    (chart,) = differences_charts(read.study, read.arms)
     assert chart.x.ticks == ((0.0, "0.5"), (1.0, "2"), (2.0, "8"))
     assert chart.y.unit == "points"
     zero = next(each for each in chart.series if each.name == "users-40_flat, the baseline")
@@ -152,7 +152,7 @@ def test_at_one_epsilon_arms_stand_at_their_names(tmp_path: Path) -> None:
     )
     bars = arms_chart(read.study, read.arms)
     assert bars.x.ticks == ((0.0, "a"), (1.0, "b"), (2.0, "c"))
-    chart = differences_chart(read.study, read.arms)
+    (chart,) = differences_charts(read.study, read.arms)
     assert chart.x.ticks == ((0.0, "b"), (1.0, "c"))
     assert "labelAngle" not in embedded(chart)["layer"][0]["encoding"]["x"]["axis"]
     long = replace(chart.x, ticks=tuple((float(n), "a long name") for n in range(4)))
@@ -169,7 +169,7 @@ def test_without_a_baseline_there_are_no_differences(tmp_path: Path) -> None:
     whole = made(tmp_path, accuracy)
     kept = [pair for pair in whole.finished if pair[0].arm.name != whole.study.baseline]
     read = ReadStudy(tmp_path, whole.study, tuple(kept))
-    assert differences_chart(read.study, read.arms) is None
+    assert differences_charts(read.study, read.arms) == []
 
 
 def test_arms_keep_their_place_among_the_series_of_all_charts(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_arms_keep_their_place_among_the_series_of_all_charts(tmp_path: Path) ->
         [each.name for each in d.series]
         for d in (front_chart(read.study, read.arms), arms_chart(read.study, read.arms))
     ]
-    zero = [each.name for each in differences_chart(read.study, read.arms).series]
+    zero = [each.name for c in differences_charts(read.study, read.arms) for each in c.series]
     assert places[0] == places[1]
     assert [name.removesuffix(", the baseline") for name in zero] == places[0]
 
