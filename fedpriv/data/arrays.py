@@ -1,8 +1,8 @@
 """User stores from arrays and tensors in memory."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from statistics import mode
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -158,7 +158,7 @@ def _usual_part(parts: Sequence[dict[str, Array]]) -> dict[str, Array]:
         tuple(sorted((name, array.dtype.kind, array.shape[1:]) for name, array in part.items()))
         for part in usable
     ]
-    return usable[forms.index(Counter(forms).most_common(1)[0][0])]
+    return usable[forms.index(mode(forms))]
 
 
 def _as_others(part: dict[str, Array], usual: Mapping[str, Array]) -> dict[str, Array]:

@@ -5,11 +5,11 @@ nor torch are imported.
 """
 
 import math
-from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeAlias, TypeGuard, TypeVar, cast, runtime_checkable
+from statistics import mode
+from typing import Any, Protocol, Self, TypeAlias, TypeGuard, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +55,6 @@ _NESTED = (list, tuple, np.ndarray, _Tensor)
 _MISSING = ("NoneType", "NAType", "NaTType")  # of Python and pandas
 _NO_VALUE, _TOO_LARGE = "no value (None or NaN)", "an integer beyond 63 bits"
 _TIMES = "{} holds times; give numbers, such as days since a public date"
-_Any = TypeVar("_Any")
 
 
 def columns_of(rows: Rows, what: str = "rows") -> dict[str, ColumnLike]:
@@ -89,7 +88,7 @@ def _columns_of_items(what: str, dataset: _Dataset) -> dict[str, ColumnLike]:
     if isinstance(tensors, tuple) and len(tensors) == 2:
         return {"x": tensors[0], "y": tensors[1]}
     items = [_fields_of_item(dataset[number]) for number in range(len(dataset))]
-    names = _usual(tuple(sorted(item)) for item in items) if items else ()
+    names = mode(tuple(sorted(item)) for item in items) if items else ()
     return {name: [_plain(item.get(name)) for item in items] for name in names}
 
 
@@ -106,11 +105,6 @@ def _plain(value: object) -> object:
     """Return a value of an item as an array, or as a number if the array has no axes."""
     array = as_numpy(value) if isinstance(value, _NESTED) else None
     return value if array is None else array if array.ndim else array.item()
-
-
-def _usual(kinds: Iterable[_Any]) -> _Any:
-    """Return the kind that occurs most often."""
-    return Counter(kinds).most_common(1)[0][0]
 
 
 def as_numpy(column: Any) -> Array:
@@ -198,7 +192,7 @@ def _of_objects(what: str, objects: Array, *, gaps: bool) -> tuple[Array, Faults
             raise DataError(_TIMES.format(what))
         cure = "give numbers, as astype(float) makes, or text for classes"
         raise DataError(f"{what} has {kinds[0]} in all {len(objects)} rows; {cure}")
-    usual = _usual(valid_kinds) if valid_kinds else float
+    usual = mode(valid_kinds) if valid_kinds else float
     faults, valid_place = Faults(), kinds.index(usual) if valid_kinds else 0
     numbers = (value for value, kind in zip(values, kinds, strict=True) if kind is float)
     gaps = usual is float and (gaps or any(isinstance(n, float | np.floating) for n in numbers))
