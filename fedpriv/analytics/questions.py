@@ -441,14 +441,6 @@ class _Ranged(_AtOnce):
             limit = "low must be below high and both finite"
             raise self._refusal(f"low {self.low} and high {self.high}; {limit}")
 
-    @property
-    def _centre(self) -> float:
-        return self.low + (self.high - self.low) / 2.0
-
-    @property
-    def _radius(self) -> float:
-        return max(self.high - self._centre, self._centre - self.low)
-
 
 @dataclass(frozen=True)
 class Mean(_Ranged):
@@ -460,9 +452,13 @@ class Mean(_Ranged):
     """
 
     @property
+    def _centre(self) -> float:
+        return self.low + (self.high - self.low) / 2.0
+
+    @property
     def clipping_norm(self) -> float:
         """Half the range."""
-        return self._radius
+        return max(self.high - self._centre, self._centre - self.low)
 
     def contributions(self, users: UserValues) -> FloatMatrix:
         """Return means of users' finite values minus the centre, 0 without a value: [users, 1]."""
@@ -474,7 +470,7 @@ class Mean(_Ranged):
     def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
         """Return the mean: the centre plus the average deviation from it."""
         value = self._centre + average.reshape(())
-        return self.normal_answer(value, stddev, self._radius * sampling_spread(sampling))
+        return self.normal_answer(value, stddev, self.clipping_norm * sampling_spread(sampling))
 
 
 @dataclass(frozen=True)
