@@ -25,7 +25,7 @@ from fedpriv.experiment.mechanism import (
     NoisePolicy,
     PoissonExamples,
     check_private,
-    check_unit,
+    checked_unit,
     lacks_norm,
 )
 from fedpriv.ledger.events import SecureSum, Unit
@@ -365,7 +365,7 @@ class PrivacySection(Section):
 
     @model_validator(mode="after")
     def _must_be_private(self) -> Self:
-        check_unit(self.unit, self.microbatch)
+        checked_unit(self.unit, self.microbatch)
         check_private(self.noise_multiplier, self.epsilon, self.unsafe_no_privacy)
         return self
 

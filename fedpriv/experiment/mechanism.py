@@ -396,8 +396,7 @@ class Mechanism:
         check_choice(
             "allocation", self.allocation, "proportional", "dimension", each="vector group"
         )
-        check_unit(self.unit, self.microbatch)
-        object.__setattr__(self, "unit", Unit(self.unit))
+        object.__setattr__(self, "unit", checked_unit(self.unit, self.microbatch))
         if self.adaptive and getattr(self.clipping, "norm", 0.0) == math.inf:
             raise InvalidValueError("the clipping norm is infinite; to adapt, it must be finite")
         if self.noise_multiplier is not None:
@@ -509,8 +508,7 @@ class Mechanism:
                 f"privacy.accountant is {self.accountant!r}, whose estimate can be below the "
                 "truth; a budget needs an upper bound, such as that of tight"
             )
-        limit = None if self.unsafe_no_privacy else self.epsilon
-        limit = float("inf") if limit is None else limit
+        limit = math.inf if self.unsafe_no_privacy or self.epsilon is None else self.epsilon
         price = accountant.upper_epsilon
         if isinstance(self.sampling, AsIf):
             return PrivacyBudget(limit, delta, lambda events, delta: price(_as_if(events), delta))
@@ -526,10 +524,10 @@ def _as_if(events: Iterable[RoundEvent]) -> list[RoundEvent]:
     return [event.as_if for event in events]
 
 
-def check_unit(unit: str, microbatch: int | None) -> str:
+def checked_unit(name: str, microbatch: int | None) -> Unit:
     """Return the unit; InvalidValueError if it is unknown or does not fit `microbatch`."""
-    unit = named_value(Unit, "unit", unit)
-    if (microbatch is not None) != (unit == Unit.MICROBATCH):
+    unit = named_value(Unit, "unit", name)
+    if (microbatch is not None) != (unit is Unit.MICROBATCH):
         raise InvalidValueError(
             f"microbatch is {microbatch} and unit is {str(unit)!r}; only the unit 'microbatch' "
             "has a size, and it must have one"
