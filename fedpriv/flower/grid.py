@@ -36,7 +36,7 @@ from fedpriv.experiment.build import (
 from fedpriv.experiment.config import Config
 from fedpriv.flower import messages as flower_messages
 from fedpriv.flower.messages import content_of
-from fedpriv.privacy.round import PartialSum, PrivacyRecords
+from fedpriv.privacy.round import PartialSum
 from fedpriv.run.run import Follow, Run, RunSetup
 from fedpriv.run.terminal import execute
 from fedpriv.server.collection import flaw_of
@@ -200,11 +200,8 @@ class GridSimulation:
         """
         work, population = pickle.dumps(self.experiment.config), self.experiment.plan.population
         shares = introduced_workers(grid, population, self.users, self.workers, work, stopping)
-
-        def hosted(_experiment: Experiment, _records: PrivacyRecords) -> Transport:
-            return GridTransport(grid, shares, work, float(DEFAULT_TTL), stopping)
-
-        return execute(self.setup, self.experiment, hosted, console, follow)
+        transport = GridTransport(grid, shares, work, float(DEFAULT_TTL), stopping)
+        return execute(self.setup, self.experiment, lambda *_: transport, console, follow)
 
 
 def introduce(content: RecordDict) -> bytes:
