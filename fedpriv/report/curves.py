@@ -57,7 +57,8 @@ def curves(records: Sequence[RunRecord]) -> list[Chart]:
             sentence = f"{name} is {choices} in these runs; an axis of ε needs one {name}"
             raise InvalidValueError(sentence)
     texts = dict.fromkeys(t for record in records for t in about_projection(record.ledger))
-    charts = _charts(_grouped(records), _measure(records))
+    has_accuracy = all(any(r.accuracy is not None for r in run.rounds) for run in records)
+    charts = _charts(_grouped(records), ACCURACY if has_accuracy else LOSS)
     return [with_warnings(chart, [*texts]) for chart in charts]
 
 
@@ -86,11 +87,6 @@ def _charts(groups: Sequence[_Group], measure: Measure) -> Iterator[Chart]:
 def _time(record: RunRecord) -> Iterator[float]:
     """Return the seconds from the start of a run to the end of each round."""
     return itertools.accumulate(result.simulation_only_seconds or 0.0 for result in record.rounds)
-
-
-def _measure(records: Sequence[RunRecord]) -> Measure:
-    has_accuracy = all(any(r.accuracy is not None for r in run.rounds) for run in records)
-    return ACCURACY if has_accuracy else LOSS
 
 
 def _grouped(records: Sequence[RunRecord]) -> list[_Group]:
