@@ -372,20 +372,6 @@ def _check_comparable(arms: Mapping[str, Experiment], console: Console | None) -
             console.print(f"warning: {note}", style="yellow")
 
 
-def run_cell(
-    study: Study,
-    cell: Cell,
-    folder: Path,
-    noise_multiplier: float,
-    population: Population,
-    roads: SharedRoads | None = None,
-) -> RunResult:
-    """Run a cell of a study from its start, with noise from `calibrated`."""
-    config = study.config_of(cell).with_noise(noise_multiplier)
-    prepared = on_population(config, str(config.run), population, roads=roads)
-    return _run_prepared(study, cell, folder, *prepared)
-
-
 def _run_prepared(
     study: Study, cell: Cell, folder: Path, experiment: Experiment, transport: InProcessTransport
 ) -> RunResult:
@@ -447,7 +433,7 @@ def _in_processes(
     try:
         with _pool(max(1, min(workers or torch.get_num_threads(), len(cells)))) as pool:
             started = [
-                pool.submit(_run_in_worker, study, cell, folder, noise[cell.arm, cell.target])
+                pool.submit(run_cell, study, cell, folder, noise[cell.arm, cell.target])
                 for cell in cells
             ]
             running = set(started)
@@ -495,12 +481,17 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _run_in_worker(study: Study, cell: Cell, folder: Path, noise_multiplier: float) -> Ended:
-    """Run a cell in one thread, so that results do not depend on the number of workers."""
+def run_cell(study: Study, cell: Cell, folder: Path, noise_multiplier: float) -> Ended:
+    """Run a cell of a study from its start, with noise from `calibrated`; WorkerError if it fails.
+
+    It uses one thread, so that results do not depend on the number of workers.
+    """
     try:
-        loaded = _loaded(study.config_of(cell).simulated_data.model_dump_json())
+        config = study.config_of(cell).with_noise(noise_multiplier)
+        population, roads = _loaded(config.simulated_data.model_dump_json())
         with computing_with(1):
-            return cell, run_cell(study, cell, folder, noise_multiplier, *loaded)
+            prepared = on_population(config, str(config.run), population, roads=roads)
+            return cell, _run_prepared(study, cell, folder, *prepared)
     except Exception as error:
         kind = "" if isinstance(error, FedprivError) else f"{type(error).__name__}: "
         raise WorkerError(f"arm {cell.arm.name!r}, seed {cell.seed}: {kind}{error}") from error

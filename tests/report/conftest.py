@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.data.population import load_population
 from fedpriv.run.compare import calibrated, run_cell
 from fedpriv.studies.study import load_study
 from tests.commandline import printed
@@ -42,9 +41,8 @@ def study_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = {"epsilon": [4.0, 8.0], "delta": 1e-2}
     study = load_study(study_file(folder, target=target))
     noise = calibrated(study)
-    loaded = load_population("synthetic", study.config_of(study.cells[0]).data.options)
     for cell in study.cells:
-        run_cell(study, cell, folder, noise[cell.arm, cell.target], loaded)
+        run_cell(study, cell, folder, noise[cell.arm, cell.target])
     return folder
 
 

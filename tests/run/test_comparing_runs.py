@@ -27,9 +27,8 @@ from tests.studies.studying import BASE, result, study_file
 
 
 def run(study: Study, cell: Cell, folder: Path, noise_multiplier: float) -> RunResult:
-    data = study.config_of(cell).data
-    population = load_population(data.name, data.options)
-    return run_cell(study, cell, folder, noise_multiplier, population)
+    _, result = run_cell(study, cell, folder, noise_multiplier)
+    return result
 
 
 def cohorts(folder: RunFolder) -> list[tuple[int, ...]]:
