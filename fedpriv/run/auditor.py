@@ -9,7 +9,7 @@ import base64
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -81,8 +81,7 @@ class Auditor:
         with _whole(folder.measurements):
             if (header.get("format"), header.get("canaries")) != (_FORMAT, section.canaries):
                 raise DataError(f"{folder.measurements} is not from an audit of this plan")
-            values = {field.name: header[field.name] for field in fields(GuessCounts)}
-            counts = TypeAdapter(GuessCounts).validate_python(values)
+            counts = TypeAdapter(GuessCounts).validate_python(header)
             key = bytes.fromhex(str(header["key"]))
         if counts.most < counts.epsilon:
             _log.warning(
