@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from fedpriv.engine.arithmetic import generators_apart
+from fedpriv.engine.leftovers import lazy_clones
 from fedpriv.engine.task import matching
 from fedpriv.errors import ModelError
 from fedpriv.support.checks import check_seed, check_types, is_whole, plain_numbers
@@ -113,7 +114,7 @@ def with_adapters(
     largest = max((min(adaptable[name].weight.shape) for name in names), default=0)
     if rank > largest:
         raise ModelError(f"the rank of adapters is {rank}; the largest of {[*names]} is {largest}")
-    memo: dict[int, object] = {}
+    memo = lazy_clones(model)
     with generators_apart(seed):
         for name in names:
             base = copy.deepcopy(adaptable[name], memo)
@@ -131,7 +132,7 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     `with_adapters`.
     """
     check_types(model=(model, nn.Module))
-    memo: dict[int, object] = {}
+    memo = lazy_clones(model)
     for layer in model.modules():
         if isinstance(layer, Adapted):
             base = memo[id(layer)] = copy.deepcopy(layer.base, memo)

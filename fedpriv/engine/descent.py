@@ -6,7 +6,6 @@ model may compute anything from a user's rows. Between users, all tensors of the
 attributes of its modules are restored.
 """
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from fedpriv.engine.arithmetic import Activations
 from fedpriv.engine.examples import Examples
-from fedpriv.engine.leftovers import KeptModel, named_tensors
+from fedpriv.engine.leftovers import KeptModel, lazy_copy, named_tensors
 from fedpriv.engine.task import RoundParameters, Task, outputs_of
 from fedpriv.errors import ModelError
 from fedpriv.privacy.clipping_torch import TorchTensors
@@ -139,7 +138,7 @@ class AloneModel:
     """A copy of a task's model that trains one user after another."""
 
     def __init__(self, task: Task, device: torch.device) -> None:
-        self._task, self.model = task, copy.deepcopy(task.model).to(device)
+        self._task, self.model = task, lazy_copy(task.model).to(device)
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()

@@ -33,6 +33,27 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
+def lazy_clone(tensor: Tensor) -> Tensor:
+    """Return a clone; on a CPU it shares the tensor's memory until either of them is written."""
+    if tensor.device.type != "cpu":
+        return tensor.clone()
+    try:
+        return torch._lazy_clone(tensor)  # copies when a kernel, numpy or dlpack may write
+    except RuntimeError:  # the memory is not torch's own, or the tensor is not strided
+        return tensor.clone()
+
+
+def lazy_clones(model: nn.Module) -> dict[int, object]:
+    """Return a memo for `copy.deepcopy`, with lazy clones of a model's parameters."""
+    parameters = [p for p in model.parameters() if type(p) is nn.Parameter]
+    return {id(p): nn.Parameter(lazy_clone(p.data), p.requires_grad) for p in parameters}
+
+
+def lazy_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of a model; its parameters are lazy clones."""
+    return copy.deepcopy(model, lazy_clones(model))
+
+
 class KeptModel:
     """A model, with the initial state of its tensors and of all attributes of its modules."""
 
@@ -43,6 +64,8 @@ class KeptModel:
         self.tensors = {name: tensors[name] for name in names}
         self.numbers = {name: tensor.detach() for name, tensor in self.tensors.items()}
         self._trained = {name: tensor.requires_grad for name, tensor in self.tensors.items()}
+        frozen = {id(p) for p in model.parameters() if not (p.requires_grad or p.is_cuda)}
+        self._frozen = {name for name, tensor in self.tensors.items() if id(tensor) in frozen}
         memo = {id(part): part for part in (*tensors.values(), *model.modules())}
         self._attributes = [_Attributes(module, memo) for module in model.modules()]
 
@@ -51,8 +74,8 @@ class KeptModel:
         for attributes in self._attributes:
             attributes.put_back()
         for name, tensor in self.tensors.items():
-            numbers = self.numbers[name]
-            if tensor.data_ptr() != numbers.data_ptr() or tensor.shape != numbers.shape:
+            numbers, lazy = self.numbers[name], name in self._frozen  # asking their address copies
+            if lazy or tensor.data_ptr() != numbers.data_ptr() or tensor.shape != numbers.shape:
                 tensor.data = numbers
             if tensor.grad is not None or tensor._backward_hooks:
                 tensor.grad = tensor._backward_hooks = None
@@ -60,9 +83,12 @@ class KeptModel:
                 tensor.requires_grad_(self._trained[name])
 
     def copy_from(self, values: TorchTensors) -> None:
-        """Overwrite the tensors of these names."""
-        if values:
-            torch._foreach_copy_([self.numbers[name] for name in values], [*values.values()])
+        """Overwrite the tensors of these names; on a CPU, frozen parameters by lazy clones."""
+        if names := [name for name in values if name not in self._frozen]:
+            torch._foreach_copy_([self.numbers[n] for n in names], [values[n] for n in names])
+        for name in self._frozen & values.keys():
+            self.numbers[name] = lazy_clone(values[name].to(self.numbers[name].dtype))
+            self.tensors[name].data = self.numbers[name]
 
 
 class _Attributes:

@@ -4,7 +4,6 @@ The file holds a tensor with several names, such as an embedding that is also a 
 the alphabetically first name, as `safetensors.torch.load_model` expects.
 """
 
-import copy
 import hashlib
 import json
 import math
@@ -18,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from fedpriv.engine.leftovers import named_tensors
+from fedpriv.engine.leftovers import lazy_clone, named_tensors
 from fedpriv.engine.task import Task
 from fedpriv.errors import DataError, ModelError
 from fedpriv.privacy.layout import Tensors
@@ -30,7 +29,7 @@ _RESULT_KEYS = ("run", "rounds", "epsilon", "delta", "unit", "relation", "random
 
 def released(task: Task, values: Tensors) -> nn.Module:
     """Return a copy of a task's model in evaluation mode, with the tensors that rounds released."""
-    model = copy.deepcopy(task.model).eval()
+    model = task.evaluated().model
     tensors = named_tensors(model)
     for name, array in values.items():
         tensors[name].data = torch.tensor(array).to(tensors[name])
@@ -124,7 +123,7 @@ def sha256_of(tensors: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 of tensors with their names, dtypes and shapes, in hexadecimal."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu()
+        tensor = lazy_clone(tensors[name].detach().cpu())  # NumPy would copy those that are shared
         tensor = (tensor if tensor.layout is torch.strided else tensor.to_dense()).contiguous()
         digest.update(json.dumps([name, str(tensor.dtype), [*tensor.shape]]).encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)

@@ -102,8 +102,9 @@ class SideBySideModel:
                     module._parameters[name] = weights[id(parameter)]  # type: ignore[assignment]
         kept = KeptModel(model, [name for name in named_tensors(model) if name not in originals])
         named = {name: weights[id(p)] for name, p in originals.items()}
-        initial = task.constants(device)
-        kept.copy_from({name: initial[name] for name in kept.tensors})
+        constants = task.constants(device)
+        initial = {name: constants[name] for name in kept.tensors}
+        kept.copy_from(initial)
         versions = {name: t._version for name, t in kept.tensors.items()}
         parameters = {n: p.detach()[None].requires_grad_() for n, p in originals.items()}
         derived = Derived(*(x.values() if isinstance(x, dict) else [x]), y, *parameters.values())
@@ -125,6 +126,7 @@ class SideBySideModel:
         ):
             raise MixingError("a model that changes its buffers keeps data of other users")
         kept.put_back()
+        kept.copy_from(initial)  # frees the memory of parameters that NumPy read
         rounded = {result.numel() // len(y) for call, result in calls if call.name in ROUNDED}
         layers = tuple(_layers(named, calls, len(y)))
         return cls(kept, named, layers, _numbers(calls) // len(y), tuple(sorted(rounded)))

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fedpriv.engine.arithmetic import Activations
-from fedpriv.engine.leftovers import WithinBounds, named_tensors
+from fedpriv.engine.leftovers import WithinBounds, lazy_clone, lazy_copy
 from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.measures.figures import ALWAYS, SCORES_FIRST, Seen, figure_of
 from fedpriv.measures.metrics import MetricFunction
@@ -280,15 +280,11 @@ class Task:
 
     def evaluated(self) -> "Task":
         """Return the task with a copy of the model in evaluation mode, without dropout."""
-        return replace(self, model=copy.deepcopy(self.model).eval())
+        return replace(self, model=lazy_copy(self.model).eval())
 
     def apart(self) -> "Task":
-        """Return the task with a copy of the model that shares its parameters.
-
-        If the copy stores users' data, in buffers or elsewhere, the model does not change.
-        """
-        shared: dict[int, object] = {id(p): p for p in self.model.parameters()}
-        return replace(self, model=copy.deepcopy(self.model, shared))
+        """Return the task with a lazy copy of the model, which may store users' data."""
+        return replace(self, model=lazy_copy(self.model))
 
     def parameters(self) -> dict[str, npt.NDArray[np.float32]]:
         """Return a copy of the parameters for which users send updates, in the model's order."""
@@ -308,13 +304,14 @@ class Task:
         return {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
 
     def constants(self, device: torch.device) -> TorchTensors:
-        """Return, on a device, the tensors that are not in updates.
+        """Return copies, on a device, of the tensors that are not in updates.
 
         They are frozen parameters, buffers, and the initial values of personal parameters.
         """
         update_names = self.trainable().keys() - set(self.personal)
-        tensors = named_tensors(self.model).items()
-        return {n: t.detach().to(device) for n, t in tensors if n not in update_names}
+        copies = {n: lazy_clone(p.detach()) for n, p in self.model.named_parameters()}
+        copies |= {n: b.detach().clone() for n, b in self.model.named_buffers()}
+        return {n: t.to(device) for n, t in copies.items() if n not in update_names}
 
     def losses_of(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the loss of each example [B], from the model's outputs [B, …] and targets [B, …].
@@ -443,7 +440,8 @@ def called(model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor
 
 def called_apart(model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor:
     """Return outputs as `called` does, with tensors and inputs that the model cannot change."""
-    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    buffers = dict(model.named_buffers())
+    copies = {n: t.clone() if n in buffers else lazy_clone(t) for n, t in tensors.items()}
     return called(model, copies, each_input(torch.clone, x))
 
 

@@ -1,6 +1,5 @@
 """Checks of a task before any user's data are touched; each error is one sentence."""
 
-import copy
 import math
 from collections.abc import Iterator
 from contextlib import suppress
@@ -67,7 +66,7 @@ def check_task(task: Task, examples: HeldOut, *, apart: bool = False) -> None:
     x, y = _tensors(task, examples)
     original = task.model
     try:
-        task = replace(task, model=_copy_of(original))
+        task = task.apart()
     except Exception as error:
         raise ModelError(f"the model cannot be copied: {error}") from error
     tensors = parameters | task.constants(torch.device("cpu"))
@@ -135,7 +134,7 @@ def check_learns(
     ModelError: gradients of all parameters are zero or not finite, or a first local step of SGD is
     not finite.
     """
-    task = replace(task, model=_copy_of(task.model))
+    task = task.apart()
     trial = _Trial.on(task, _counting(task, rows)) if rows else None
     if trial is None or (trial.finite and not trial.losses.any()):
         # A model that fits these rows exactly may have gradients on others.
@@ -446,7 +445,7 @@ def _kinds(inputs: Inputs) -> str:
 
 def _check_apart(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> None:
     """Refuse a task in which the loss of an example depends on other examples."""
-    model = task.apart().model.eval()
+    model = task.evaluated().model
 
     def losses(rows: slice) -> Tensor:
         outputs = _outputs_once(model, tensors, each_input(lambda t: t[rows], x))
@@ -502,11 +501,6 @@ def _check_copy(original: nn.Module, task: Task, tensors: TorchTensors, x: Input
             "a copy of the model does not use its own parameters, so that users cannot train side "
             "by side; forward must reach them through self"
         )
-
-
-def _copy_of(model: nn.Module) -> nn.Module:
-    """Return a copy that shares frozen parameters, which `called_apart` replaces."""
-    return copy.deepcopy(model, {id(p): p for p in model.parameters() if not p.requires_grad})
 
 
 def _outputs_once(model: nn.Module, tensors: TorchTensors, x: Inputs) -> Tensor:

@@ -63,10 +63,9 @@ def evaluate(
     user, which replace those of the model. Random numbers that a model draws in evaluation are the
     same each time. `classes` are names of the targets by number, "" if unknown.
     """
-    task = task.apart()  # so that the model keeps no data of the rows
-    task.model.eval()
-    tensors = {name: tensor.clone() for name, tensor in task.constants(device).items()}
-    tensors |= {name: torch.tensor(p, device=device) for name, p in parameters.items()}
+    task = task.evaluated()  # a copy, so that the model keeps no data of the rows
+    tensors = {name: torch.tensor(p, device=device) for name, p in parameters.items()}
+    tensors = task.constants(device) | tensors
     count, partitions = len(rows[task.targets]), dict[str, _Partition]()
     for name in (HELD_OUT_USER, *task.by):
         if name in rows:

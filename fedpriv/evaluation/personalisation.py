@@ -6,7 +6,6 @@ of Hsu et al. 2014). Publishing the model or its scores would reveal more. So it
 held-out users, who are not enrolled, or by `FederatedEvaluation`.
 """
 
-import copy
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ import torch
 from fedpriv.data.population import HELD_OUT_USER, UserStore, offsets_of, spread_over
 from fedpriv.engine.arithmetic import plain_arithmetic
 from fedpriv.engine.examples import Chunk
+from fedpriv.engine.leftovers import lazy_copy
 from fedpriv.engine.roads import road_of
 from fedpriv.engine.task import HeldOut, RoundParameters, Task, matching
 from fedpriv.engine.trainer import Trainer
@@ -89,7 +89,7 @@ class FineTuning:
         trainable = task.trainable()
         patterns = spec.parameters or task.personal or trainable
         personal = matching(patterns, trainable, "trainable parameter")
-        model = copy.deepcopy(task.model)
+        model = lazy_copy(task.model)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in personal)
         self._task = replace(task, model=model, personal=(), metrics={}, figures={})

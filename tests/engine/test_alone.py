@@ -126,6 +126,22 @@ class Keeping(nn.Module):
         return self.layer(x - self.mean) / (1.0 + scale.abs())
 
 
+class Following(nn.Module):
+    """Moves frozen weights after the trained ones in each call, as momentum encoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(LENGTH, 3), nn.Linear(LENGTH, 3)
+        self.fixed = nn.LSTM(LENGTH, 3, batch_first=True).requires_grad_(False)
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.5).add_(self.student.weight)
+            self.teacher.bias.data.numpy()[:] += 0.1
+        return self.student(x) - self.teacher(x) + self.fixed(x)[0]
+
+
 class Checkpointed(nn.Module):
     """Computes its hidden layer twice to remember less."""
 
@@ -154,6 +170,7 @@ MODELS: dict[str, Callable[[], Task]] = {
     "own statistics": lambda: Task(OwnStatistics()),
     "two inputs": lambda: Task(Two(), inputs=("x", "words")),
     "keeping": lambda: Task(Keeping()),
+    "following": lambda: Task(Following()),
     "checkpointed": lambda: Task(Checkpointed()),
 }
 WAYS = {
@@ -192,3 +209,15 @@ def test_users_move_as_in_a_plain_loop_whoever_went_before(kind: str, way: str) 
     assert all(torch.equal(found[name], update) for name, update in first.items())
     for name, parameter in task.parameters().items():
         np.testing.assert_array_equal(parameter, before[name])
+
+
+def test_users_share_the_memory_of_frozen_parameters_until_the_model_writes_to_them() -> None:
+    trainer = Trainer(Task(Following()), store(), None, plain.CPU, 2**20, "float32")
+    start = trainer.begin(request_under(trainer.task, WAYS["sgd"], len(SIZES), 1.0))
+    with trainer.alone.begun(start, training=True) as model:
+        names = [name for name, p in model.named_parameters() if not p.requires_grad]
+        members = [dict(m.named_parameters()) for m in (model, trainer.task.model)]
+        assert all(torch._C._is_cow_tensor(m[name]) for m in members for name in names)
+        model(torch.ones(1, LENGTH))
+        written = [n for n in names if not torch.equal(*(m[n] for m in members))]
+        assert written == ["teacher.weight", "teacher.bias"]

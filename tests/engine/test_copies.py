@@ -1,7 +1,9 @@
 """Models whose copies call the original: users side by side would train with each other's model."""
 
 import copy
+import ctypes
 import threading
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from fedpriv.engine.leftovers import lazy_copy
 from fedpriv.engine.reading import outputs_of_zeros
 from fedpriv.engine.task import Task, called, cross_entropy
 from fedpriv.engine.task_checks import check_learns, check_task
@@ -164,27 +167,39 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
         check(model, ROWS)
 
 
-class Counted(nn.Parameter):
-    """A parameter that counts its copies."""
-
-    copies = 0
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "Counted":
-        type(self).copies += 1
-        return Counted(self.detach().clone(), self.requires_grad)
+def filled(tensor: torch.Tensor) -> None:
+    ctypes.memset(tensor.data_ptr(), 1, 4 * tensor.numel())
 
 
-def test_the_checks_of_a_task_copy_no_frozen_parameter() -> None:
-    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
-    model[0].weight = Counted(model[0].weight.detach(), requires_grad=False)
-    rows = {"x": ROWS, "y": np.zeros(4, np.int64)}
-    task = Task(model, "cross-entropy")
-    before = Counted.copies
-    check_task(task, rows)
-    check_learns(task, rows, rows, SGD(0.1, steps=1))
-    assert Counted.copies == before
-    copy.deepcopy(model)
-    assert Counted.copies == before + 1
+WRITES = {
+    "in place": lambda t: t.mul_(3.0),
+    "through a view": lambda t: t.view(-1)[2:].fill_(5.0),
+    "as other numbers": lambda t: t.view(torch.int32).fill_(7),
+    "as a result": lambda t: torch.add(torch.ones_like(t), 1.0, out=t),
+    "by NumPy": lambda t: t.numpy().fill(5.0),
+    "by dlpack": lambda t: torch.from_dlpack(t).fill_(5.0),
+    "in its storage": lambda t: t.untyped_storage().fill_(3),
+    "at its address": filled,
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("memory", ["torch", "NumPy"])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_model_and_its_lazy_copies_never_see_what_others_write(
+    write: Callable[[torch.Tensor], object], memory: str, frozen: bool
+) -> None:
+    model = nn.Linear(6, 3).requires_grad_(not frozen)
+    if memory == "NumPy":
+        model.weight.data = torch.from_numpy(np.ones((3, 6), np.float32))
+    start = model.weight.detach().numpy().copy()
+    models = [model, lazy_copy(model), lazy_copy(model)]
+    models.append(lazy_copy(models[1]))
+    for number, writer in enumerate(models):
+        write(writer.weight.data)
+        for model in models[number + 1 :]:
+            assert np.array_equal(model.weight.detach().numpy().copy(), start)
+        assert not np.array_equal(writer.weight.detach().numpy(), start)
 
 
 def test_the_checks_of_a_task_change_no_frozen_parameter() -> None:
