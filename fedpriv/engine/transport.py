@@ -180,6 +180,12 @@ class InProcessTransport(Transport):
 
     def _flaw(self, request: RoundRequest, user: int) -> SimulationOnlyDropped | None:
         """Train a user alone, where rounds train; return why the user would count as zero."""
+        rows = slice(*self.users.offsets[user : user + 2])
+        fields = {name: torch.tensor(self.users.fields[name][rows]) for name in self.task.fields}
+        counts = self.task.counts(self.task.given(fields)[1])
+        if counts is not None and not counts.any():
+            why = f"all its targets are {self.task.ignore_index}, which the loss ignores"
+            return SimulationOnlyDropped(user, why)
         for _, chunk_sum in self._sums(replace(request, users=np.array([user])), None):
             if chunk_sum.dropped is None and not chunk_sum.partial.total.any():
                 return SimulationOnlyDropped(user, "its update is zero, NaN or infinite")

@@ -123,6 +123,16 @@ def test_a_simulation_in_which_most_users_have_no_rows_is_refused(tmp_path: Path
     assert start(tmp_path / "run", sparse, rounds=1, keep_going=True).rounds
 
 
+def test_a_simulation_in_which_most_targets_are_ignored_is_refused(tmp_path: Path) -> None:
+    y = people().users.fields["y"].copy()
+    y[: int(0.6 * len(y))] = -100
+    match = r"the 64 that were tried .*, as all its targets are -100, which the loss ignores; "
+    with pytest.raises(DataError, match=match):
+        start(tmp_path / "run", people(y=y))
+    y[: int(0.4 * len(y))] = 0
+    assert start(tmp_path / "run", people(y=y)).rounds
+
+
 def test_a_run_ends_once_noised_counts_say_that_nobody_counts(tmp_path: Path) -> None:
     run = diverging(tmp_path / "run")
     done = len(run.rounds)
