@@ -192,7 +192,7 @@ class LatestTask:
 
     @property
     def idle(self) -> bool:
-        """Whether no task is running."""
+        """True if no task is running."""
         return self._task is None or self._task.done()
 
     async def begin(self, key: object, work: Callable[[], Coroutine[None, None, None]]) -> None:

@@ -194,7 +194,7 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        """Whether the process is running and has not been killed."""
+        """True if the process is running and was not killed."""
         return self._gone is None and self._process.is_alive()
 
     async def ask(self, message: object) -> object:

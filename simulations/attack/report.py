@@ -43,7 +43,7 @@ class Report:
 
     @property
     def refuted(self) -> bool:
-        """Whether any population refutes the ledger."""
+        """True if any population refutes the ledger."""
         return any(finding.refuted for finding in self.findings)
 
     @property

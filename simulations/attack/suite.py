@@ -163,7 +163,7 @@ class Finding:
 
     @property
     def refuted(self) -> bool:
-        """Whether the certified bound contradicts the ledger."""
+        """True if the certified bound contradicts the ledger."""
         certificate = self.certificate
         return certificate is not None and certificate.epsilon > self.ledger_epsilon
 

@@ -43,14 +43,14 @@ class Claim:
 
     @property
     def is_below_truth(self) -> bool:
-        """Whether the true number is certainly above all numbers that round to the claimed one."""
+        """True if the true number is certainly above all numbers that round to the claimed one."""
         digits = len(self.paper.partition(".")[2])
         rounding = 0.5 * 10.0**-digits if self.paper else 0.0
         return self.claimed + rounding < self.exact[0]
 
     @property
     def is_valid_bound(self) -> bool:
-        """Whether the claim is proved and not refuted."""
+        """True if the claim is proved and not refuted."""
         return self.argument is Argument.PROOF and not self.is_below_truth
 
     @property

@@ -16,7 +16,7 @@ from simulations.suite.tasks import TASKS
 
 
 def arms_of(given: argparse.Namespace) -> Iterator[Arm]:
-    """What the command asks for, task by task."""
+    """The arms that the command asks for, task by task."""
     for task in given.tasks or TASKS:
         for seed in range(given.seeds or TASKS[task]().seeds):
             for privacy in given.privacy:
@@ -56,8 +56,8 @@ def main() -> int:
             failed += 1
             print(f"{arm.name}: failed", file=sys.stderr)
             continue
-        found = json.loads((arms / f"{arm.name}.json").read_text(encoding="utf-8"))
-        print(f"{arm.name}: {found['score']:.4g} in {found['cpu_seconds']:g} s", flush=True)
+        result = json.loads((arms / f"{arm.name}.json").read_text(encoding="utf-8"))
+        print(f"{arm.name}: {result['score']:.4g} in {result['cpu_seconds']:g} s", flush=True)
     write(given.out)
     return 1 if failed else 0
 

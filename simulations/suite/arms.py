@@ -34,7 +34,7 @@ from simulations.suite.tasks import TASKS, Task, guess
 
 @dataclass(frozen=True)
 class Privacy:
-    """What is promised, and to whom."""
+    """A privacy setting: the budget, and the population that it holds for."""
 
     epsilon: float | None = None  # None: nothing, and nothing is clipped
     as_if: int | None = None  # number of users that those of a task stand for
@@ -48,7 +48,7 @@ class Privacy:
         return task.cohort / users if self.as_if is None else task.noise_cohort / self.as_if
 
     def mechanism(self, task: Task, users: int) -> fedpriv.Mechanism:
-        """What a round may do, with its noise."""
+        """The mechanism of all rounds, with calibrated noise."""
         mechanism = fedpriv.Mechanism(
             fedpriv.Poisson(self.probability(task, users)),
             fedpriv.Flat(math.inf if self.epsilon is None else task.clipping_norm),
@@ -72,7 +72,7 @@ PRIVACY: Mapping[str, Privacy] = {
 
 @dataclass(frozen=True)
 class Arm:
-    """What is trained once."""
+    """One training run: a task, its privacy, a tool and a seed."""
 
     task: str
     privacy: str
@@ -100,7 +100,7 @@ class Arm:
 
     @property
     def settings(self) -> dict[str, object]:
-        """All that must be the same for a result to count as that of this arm."""
+        """The settings that a result must have to count as the result of this arm."""
         task, privacy = self.trained, PRIVACY[self.privacy]
         numbers = ("clipping_norm", "cohort", "rounds", "pretraining", "loss")
         return {
@@ -114,7 +114,7 @@ class Arm:
         }
 
     def finished(self, folder: Path) -> bool:
-        """Whether a folder has its result."""
+        """True if a folder has the result of this arm."""
         file = folder / f"{self.name}.json"
         kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         return bool(kept.get("settings") == json.loads(json.dumps(self.settings)))
@@ -122,7 +122,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Work:
-    """What a tool is given."""
+    """The input of a tool."""
 
     task: Task
     people: fedpriv.Population
@@ -135,11 +135,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a tool leaves."""
+    """The output of a tool."""
 
     tensors: Tensors  # of the last model, by name
     epsilon: float | None  # as it says
-    enrolled_epsilon: float | None  # of those who are there, if they stand for others
+    enrolled_epsilon: float | None  # of the enrolled users, if they represent a larger population
     users_sha256: str  # `digest` of the rows that it was given
     wall_seconds: float  # of training alone
     cpu_seconds: float  # of all processes
@@ -178,16 +178,16 @@ def ours(work: Work) -> Trained:
 
 def digest(users: Iterable[Sequence[Array]]) -> str:
     """SHA-256 of users' rows, user by user."""
-    found = hashlib.sha256()
+    total = hashlib.sha256()
     for fields in users:
-        found.update(str([(field.dtype.str, field.shape) for field in fields]).encode())
+        total.update(str([(field.dtype.str, field.shape) for field in fields]).encode())
         for field in fields:
-            found.update(np.ascontiguousarray(field).tobytes())
-    return found.hexdigest()
+            total.update(np.ascontiguousarray(field).tobytes())
+    return total.hexdigest()
 
 
 def timed(train: Callable[[], Any]) -> tuple[Any, float, float]:
-    """What a call returns, its seconds, and those of this process and of children that ended."""
+    """Return the result of a call, its wall seconds, and its CPU seconds with ended children."""
     wall, cpu = perf_counter(), sum(os.times()[:4])
     result = train()
     return result, round(perf_counter() - wall, 2), round(sum(os.times()[:4]) - cpu, 2)
@@ -200,15 +200,15 @@ def train(arm: Arm, folder: Path, tool: Tool) -> dict[str, object]:
     mechanism = privacy.mechanism(task, people.users.population)
     model = task.model(arm.seed, folder, task.pretraining)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    found = tool(Work(task, people, model, privacy, mechanism, arm.seed, arm.processes))
+    trained = tool(Work(task, people, model, privacy, mechanism, arm.seed, arm.processes))
     last = fedpriv.Task(model, task.loss)
-    measured = evaluate(last, people.test, torch.device("cpu"), found.tensors)
+    measured = evaluate(last, people.test, torch.device("cpu"), trained.tensors)
     result: dict[str, object] = {
         **{name: getattr(arm, name) for name in ("task", "privacy", "tool", "seed")},
         "score": task.score(measured.loss, measured.accuracy),
         "loss": measured.loss,
         "guess": guess(task, people),
-        **{name: value for name, value in vars(found).items() if name != "tensors"},
+        **{name: value for name, value in vars(trained).items() if name != "tensors"},
         "noise_multiplier": mechanism.noise_multiplier,
         "peak_mebibytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "users": people.users.population,

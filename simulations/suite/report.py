@@ -1,4 +1,4 @@
-"""What the suite found: all arms as JSON, a figure, and the table of docs/baselines.md.
+"""The results of the suite: all arms as JSON, a figure, and the table of docs/baselines.md.
 
     python -m simulations.suite.report
 
@@ -21,7 +21,7 @@ from fedpriv.report.charts import COLOURS
 from simulations.suite.arms import PRIVACY
 from simulations.suite.tasks import ROOT, TASKS
 
-Found = Mapping[str, Any]  # the result of an arm
+Result = Mapping[str, Any]  # the result of an arm
 RESULTS, PAGE = ROOT / "simulations/results/suite", ROOT / "docs/baselines.md"
 TOOLS = ("fedpriv", "pfl")
 _TITLES = {"2": "2", "8": "8", "2-as-if": "2 as if 10⁶", "none": "none"}  # in the figure's order
@@ -34,7 +34,7 @@ class Cell:
     task: str
     privacy: str
     tool: str
-    arms: Sequence[Found]
+    arms: Sequence[Result]
 
     @property
     def part(self) -> tuple[str, str]:
@@ -56,23 +56,23 @@ class Cell:
         return f"{fmean(self.scores):.1f}{end}{unit}"
 
 
-def cells(arms: Iterable[Found]) -> list[Cell]:
+def cells(arms: Iterable[Result]) -> list[Cell]:
     """Arms by task, rounds, privacy and tool, in the order of the suite."""
 
-    def place(arm: Found) -> tuple[int, ...]:
+    def place(arm: Result) -> tuple[int, ...]:
         names = (TASKS, "task"), (PRIVACY, "privacy"), (TOOLS, "tool")
         task, privacy, tool = ([*order].index(arm[name]) for order, name in names)
         return task, arm["settings"]["rounds"], privacy, tool
 
     in_order = sorted(arms, key=lambda arm: (*place(arm), arm["seed"]))
-    found = (list(same) for _, same in groupby(in_order, place))
-    return [Cell(same[0]["task"], same[0]["privacy"], same[0]["tool"], same) for same in found]
+    groups = (list(same) for _, same in groupby(in_order, place))
+    return [Cell(same[0]["task"], same[0]["privacy"], same[0]["tool"], same) for same in groups]
 
 
-def read(folder: Path) -> list[Found]:
+def read(folder: Path) -> list[Result]:
     """The arms of a file that `write` left."""
-    found: list[Found] = json.loads((folder / "results.json").read_text(encoding="utf-8"))["arms"]
-    return found
+    arms: list[Result] = json.loads((folder / "results.json").read_text(encoding="utf-8"))["arms"]
+    return arms
 
 
 def write(folder: Path) -> None:
@@ -85,8 +85,8 @@ def write(folder: Path) -> None:
         figure(cells(arms)).save(folder / "accuracy.png", scale_factor=2)
 
 
-def _command(arm: Found) -> str:
-    """What makes this arm again, if its environment is that of the rivals."""
+def _command(arm: Result) -> str:
+    """Return the command that repeats this arm in the environment of the rivals."""
     settings, task = arm["settings"], TASKS[arm["task"]]()
     changed = [
         f"--{name} {settings[name]}"
@@ -99,14 +99,14 @@ def _command(arm: Found) -> str:
     return " ".join(["python -m simulations.suite", arm["task"], chosen, *changed])
 
 
-def figure(found: Sequence[Cell]) -> alt.VConcatChart:
+def figure(results: Sequence[Cell]) -> alt.VConcatChart:
     """Scores against ε: mean, least and largest of seeds; a panel for each task and its rounds."""
     panels = []
-    counts = Counter(cell.part for cell in found)
+    counts = Counter(cell.part for cell in results)
     for (name, rounds), count in counts.items():
         if count == 1 < max(counts.values()):  # there is nothing to compare
             continue
-        task, of_task = TASKS[name](), [cell for cell in found if cell.part == (name, rounds)]
+        task, of_task = TASKS[name](), [cell for cell in results if cell.part == (name, rounds)]
         rows = [
             {"epsilon": _TITLES[cell.privacy], "tool": cell.tool, "mean": fmean(cell.scores)}
             | {"low": min(cell.scores), "high": max(cell.scores)}
@@ -137,11 +137,11 @@ def figure(found: Sequence[Cell]) -> alt.VConcatChart:
     return alt.vconcat(*lines, background="white", padding=12)
 
 
-def page(text: str, found: Sequence[Cell]) -> str:
+def page(text: str, results: Sequence[Cell]) -> str:
     """The page with the rows of its table made anew."""
     rows = []
-    for task, rounds in dict.fromkeys(cell.part for cell in found):
-        of_part = [cell for cell in found if cell.part == (task, rounds)]
+    for task, rounds in dict.fromkeys(cell.part for cell in results):
+        of_part = [cell for cell in results if cell.part == (task, rounds)]
         any_arm = of_part[0].arms[0]
         guess = Cell(task, "none", "", [{"score": any_arm["guess"]}]).text
         users, parameters = (f"{any_arm[name]:,}" for name in ("users", "parameters"))
@@ -158,8 +158,8 @@ def page(text: str, found: Sequence[Cell]) -> str:
 
 def main() -> None:
     """Make the table of the committed numbers."""
-    found = cells(read(RESULTS))
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
+    results = cells(read(RESULTS))
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
 
 
 if __name__ == "__main__":

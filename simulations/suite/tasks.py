@@ -1,4 +1,4 @@
-"""Tasks of the suite, each one value: who trains what, how, and for how long."""
+"""The tasks of the suite: users, a model, and how the users train it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -27,11 +27,11 @@ _LENGTH = 20  # words of a window, as of a sentence in pfl's benchmarks
 
 @dataclass(frozen=True)
 class Task:
-    """Who trains what, how, and for how long."""
+    """Users, a model, and how the users train it."""
 
     title: str
     population: Callable[[], Population]
-    # Of a seed, a folder for what takes long to make, and the steps of pre-training.
+    # From a seed, a folder that caches slow results, and the number of pre-training steps.
     model: Callable[[int, Path, int], nn.Module]
     local: SGD  # in epochs, the word that pfl has
     server: FedAvg | FedAdam
@@ -54,7 +54,7 @@ class Task:
 
 
 def guess(task: Task, people: Population) -> float:
-    """Score of who always answers with the users' commonest label, or with their mean target.
+    """Return the score of always answering with the users' commonest label or mean target.
 
     That is not private; it says what a model without inputs would reach.
     """
@@ -95,7 +95,7 @@ def _seeded(build: Callable[[], nn.Module], seed: int, *_: object) -> nn.Module:
 
 
 def _cifar(title: str, alpha: float | None) -> Task:
-    """Of pfl's benchmark, https://github.com/apple/pfl-research, image_classification."""
+    """A task of pfl's benchmark, https://github.com/apple/pfl-research, image_classification."""
     return Task(
         title,
         partial(load_cifar, alpha=alpha),
@@ -110,7 +110,7 @@ def _cifar(title: str, alpha: float | None) -> Task:
 
 
 def _words(title: str, build: Callable[[], nn.Module]) -> Task:
-    """Of pfl's StackOverflow, with smaller cohorts and steps of the server, as users are few."""
+    """pfl's StackOverflow, with smaller cohorts and server steps, since there are few users."""
     return Task(
         title,
         partial(load_speakers, WORDS, _LENGTH),
