@@ -64,7 +64,7 @@ class KeptModel:
         self.tensors = {name: tensors[name] for name in names}
         self.numbers = {name: tensor.detach() for name, tensor in self.tensors.items()}
         self._trained = {name: tensor.requires_grad for name, tensor in self.tensors.items()}
-        frozen = {id(p) for p in model.parameters() if not (p.requires_grad or p.is_cuda)}
+        frozen = {id(p) for p in model.parameters() if p.is_cpu and not p.requires_grad}
         self._frozen = {name for name, tensor in self.tensors.items() if id(tensor) in frozen}
         memo = {id(part): part for part in (*tensors.values(), *model.modules())}
         self._attributes = [_Attributes(module, memo) for module in model.modules()]
