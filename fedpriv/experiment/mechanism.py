@@ -224,10 +224,8 @@ class BandedPoisson(_Checked):
 
     def of(self, users: int | None, unit: Unit) -> BandedPoissonSampling:
         """Return the policy by which N users take turns and flip coins."""
-        enrolled, relation = users or self.separation, NeighbouringRelation.ADD_OR_REMOVE_ONE
-        return BandedPoissonSampling(
-            enrolled, self.rounds, self.separation, self.probability, relation, unit
-        )
+        enrolled, q = users or self.separation, self.probability
+        return BandedPoissonSampling(enrolled, self.rounds, self.separation, q, unit=unit)
 
 
 SAMPLING_POLICIES: Mapping[str, type[CohortPolicy]] = {
