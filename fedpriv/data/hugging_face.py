@@ -324,17 +324,17 @@ def _whole(columns: Mapping[str, tuple[str, ColumnLike]]) -> dict[str, Array]:
     return {field: to_array(*column) for field, column in columns.items()}
 
 
-def _read_ids(dataset: "Dataset", user_column: str) -> Sequence[object]:
+def _read_ids(dataset: "Dataset", user_column: str) -> Any:
     # In NumPy's format, a missing id would turn the others into rounded floats.
-    return cast(Sequence[object], _select(dataset, {user_column}, None)[user_column])
+    return _select(dataset, {user_column}, None)[user_column]
 
 
-def _select(dataset: "Dataset", columns: set[str], form: str | None) -> dict[str, Array]:
+def _select(dataset: "Dataset", columns: set[str], form: str | None) -> dict[str, Any]:
     for column in sorted(columns):
         if column not in dataset.column_names:
             hint = known_names(column, dataset.column_names)
             raise DataError(f"the dataset has no column {column!r}; {hint}")
-    return cast(dict[str, Array], dataset.with_format(form).select_columns(sorted(columns))[:])
+    return cast(dict[str, Any], dataset.with_format(form).select_columns(sorted(columns))[:])
 
 
 def _dealt(fields: Fields, dataset: "Dataset", partitioner: "Partitioner") -> UserStore:
@@ -377,9 +377,7 @@ def _held_out_owners(users: UserStore, held_out: "Dataset", user_column: str) ->
     ids = _read_ids(held_out, user_column)
     several = several_ids(ids)
     if several:
-        ids = [
-            owner for row in cast(Sequence[Sequence[object] | None], ids) for owner in row or [None]
-        ]
+        ids = [owner for row in ids for owner in row or [None]]
     owners, enrolled = as_id_array(ids), map(users.id_of, range(users.population))
     check_not_enrolled(owners, enrolled)
     return {} if several else {HELD_OUT_USER: owners}
