@@ -334,23 +334,19 @@ def class_name(number: int, classes: Sequence[str]) -> str:
     return (classes[number] if 0 <= number < len(classes) else "") or f"class {number}"
 
 
-def _confusion() -> FigureFunction:
+def _confusion(outputs: Tensor, targets: Tensor) -> dict[str | tuple[int, ...], float]:
     """Return the number of targets of each class that are predicted as each class, as "2 as 3"."""
-
-    def confusion(outputs: Tensor, targets: Tensor) -> dict[str | tuple[int, ...], float]:
-        _check_scores(outputs, targets, "confusion")
-        scores = outputs.movedim(1, -1).flatten(0, -2)
-        single, count = scores.shape[-1] == 1, max(2, scores.shape[-1])
-        if count > _MOST_CONFUSED:
-            raise InvalidValueError(
-                f"confusion has {count} classes; there must be at most {_MOST_CONFUSED}"
-            )
-        guesses = (scores[:, 0] > 0.0).long() if single else scores.argmax(-1)
-        pairs = torch.bincount(targets.flatten().long() * count + guesses, minlength=count**2)
-        names = ((label, guess) for label in range(count) for guess in range(count))
-        return dict(zip(names, pairs.tolist(), strict=True))
-
-    return confusion
+    _check_scores(outputs, targets, "confusion")
+    scores = outputs.movedim(1, -1).flatten(0, -2)
+    single, count = scores.shape[-1] == 1, max(2, scores.shape[-1])
+    if count > _MOST_CONFUSED:
+        raise InvalidValueError(
+            f"confusion has {count} classes; there must be at most {_MOST_CONFUSED}"
+        )
+    guesses = (scores[:, 0] > 0.0).long() if single else scores.argmax(-1)
+    pairs = torch.bincount(targets.flatten().long() * count + guesses, minlength=count**2)
+    names = ((label, guess) for label in range(count) for guess in range(count))
+    return dict(zip(names, pairs.tolist(), strict=True))
 
 
 FIGURES: Mapping[str, Callable[..., Figure]] = {
@@ -359,7 +355,7 @@ FIGURES: Mapping[str, Callable[..., Figure]] = {
         _of_classes("balanced-accuracy", lambda hit, _, labels: _share(hit, labels, labels)), None
     ),
     "calibration-error": _calibration_error,
-    "confusion": _confusion,
+    "confusion": lambda: _confusion,
     "f1": _of_classes(
         "f1", lambda hit, guesses, labels: _share(2 * hit, guesses + labels, guesses + labels)
     ),

@@ -280,8 +280,7 @@ def _arm_row(arm: ArmSummary) -> dict[str, object]:
 
 
 def _ends(interval: Interval | None) -> dict[str, float | None]:
-    names = ("mean", "low", "high")
-    return {name: None if interval is None else getattr(interval, name) for name in names}
+    return {name: getattr(interval, name, None) for name in ("mean", "low", "high")}
 
 
 def _names(arms: Sequence[ArmSummary]) -> list[str]:

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from importlib.resources import files
@@ -273,12 +273,10 @@ def print_verification(path: Path, participation: Path | None, head: str | None)
     if head is not None and not (digest and count.isdecimal() and len(count) < 20):
         raise InvalidValueError(f"--head is {head!r:.80}; it must be COUNT:HASH")
     expected = None if head is None else Head(int(count), digest)
-    with ExitStack() as stack:
-        export = ExportedLedger.load(path) if is_export(path) else None
-        ledger = export or stack.enter_context(Ledger.open(path))
-        record = None
-        if participation is not None:
-            record = stack.enter_context(ParticipationRecord.open(participation))
+    with (
+        nullcontext(ExportedLedger.load(path)) if is_export(path) else Ledger.open(path) as ledger,
+        ParticipationRecord.open(participation) if participation else nullcontext() as record,
+    ):
         ledger.verify(record, expected)
         end = ledger.head
     cohorts = ", each with the cohort it commits to" if participation else ""

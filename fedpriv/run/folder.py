@@ -6,7 +6,7 @@ import json
 import os
 import webbrowser
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -298,12 +298,10 @@ def read_run(folder: Path) -> RunRecord:
 
 def _verified(ledger: Ledger, participation: Path) -> bool:
     """Verify a ledger; return whether the record of cohorts was readable and verified too."""
-    if not os.access(participation, os.R_OK):
-        ledger.verify()
-        return False
-    with ParticipationRecord.open(participation) as record:
+    is_readable = os.access(participation, os.R_OK)
+    with ParticipationRecord.open(participation) if is_readable else nullcontext() as record:
         ledger.verify(record)
-    return True
+    return is_readable
 
 
 def summary_json(folder: Path) -> str:

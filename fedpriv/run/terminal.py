@@ -241,8 +241,7 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
         *_privacy_rows(experiment, run, events, charges),
         *_plan_rows(experiment, run, charges),
     ]
-    columns = [Column("", "text"), Column("", "text")]
-    print_table(Table(experiment.plan.run, columns, rows), console)
+    print_table(Table(experiment.plan.run, [Column("", "text")] * 2, rows), console)
     # On separate lines, so that they can be copied.
     for line in (
         f"folder {setup.folder.path}",

@@ -576,10 +576,8 @@ class _Search:
             "so do not publish when it began and ended."
         )
         if self.setup.config.seed is not None:
-            warning = (
-                "warning: seed is given; the guarantee does not hold against those who know it"
-            )
-            self._say(warning, "yellow")
+            effect = "the guarantee does not hold against those who know it"
+            self._say(f"warning: seed is given; {effect}", "yellow")
 
     def _say(self, line: str, style: str | None = None) -> None:
         self.console.print(line, style=style, soft_wrap=True)
@@ -596,8 +594,7 @@ class _Search:
             ("what it cost", cost),
             ("folder", str(tuning.folder)),
         ]
-        columns = [Column("", "text"), Column("", "text")]
-        print_table(Table(self.setup.config.name, columns, rows), self.console)
+        print_table(Table(self.setup.config.name, [Column("", "text")] * 2, rows), self.console)
         return tuning
 
 
