@@ -102,8 +102,7 @@ class Consent(Section):
             return None if self.trust is None else trusting
         digest, users = enrolment_digest(welcome.nodes), sum(node.users for node in welcome.nodes)
         if digest != self.enrolment:
-            consents = f"this node consents to {self.enrolment}"
-            return f"the enrolment of all nodes has the digest {digest}; {consents}"
+            return f"the enrolment has the digest {digest}; this node's consent does not name it"
         if users != event.sampling.population:
             return f"the enrolment has {users} users; N is {event.sampling.population}"
         if secure.colluding < (minimum := self.least_colluding_nodes):

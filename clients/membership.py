@@ -271,9 +271,6 @@ class OfferHandler:
                 _log.info("%s: declined: %s", name, answer.reason)
             else:
                 _log.info("%s: answered after %.1f s", name, loop.time() - began)
-                if answer.users and not answer.total.any():
-                    text = "all updates of the users are NaN, infinite or zero; look at their data"
-                    _log.warning("%s: %s", name, text)
 
     async def _send(self, offer: RoundOffer, answer: PartialSum | Decline) -> Receipt:
         return await persist(lambda: self.server.upload(offer.id, answer), self.backoff)

@@ -364,9 +364,13 @@ class Worker:
                 if self._welcome is None:
                     raise InvalidValueError("no task is prepared; call prepare first")
                 users = np.intersect1d(request.users, self._welcome.users)
-                return await self._trained(replace(request, users=users), deadline)
+                answer = await self._trained(replace(request, users=users), deadline)
         except TimeoutError:  # `learn` was still running
             return None
+        if answer and answer.users and not answer.total.any():
+            said = "all updates of the users are NaN, infinite or zero; look at their data"
+            _log.warning("round %s of run %r: %s", request.round, request.run, said)
+        return answer
 
     async def close(self) -> None:
         """End the process; idempotent."""

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,6 +44,11 @@ def users_of_unequal_sizes() -> UserStore:
 
 def one_good_user() -> UserStore:
     return users().subset([IDS.index("u8")])
+
+
+def one_user_of_nan() -> UserStore:
+    store = one_good_user()
+    return replace(store, fields=store.fields | {"x": np.full_like(store.fields["x"], np.nan)})
 
 
 def one_user_that_raises() -> UserStore:

@@ -185,23 +185,6 @@ def play(
     return run
 
 
-@pytest.mark.parametrize("answer", [SUM, replace(SUM, total=np.zeros(15, np.int64))])
-def test_a_node_says_when_all_updates_of_its_users_count_as_zero(
-    play: Callable[[Act], None], caplog: pytest.LogCaptureFixture, answer: PartialSum
-) -> None:
-    async def act(scene: Scene) -> None:
-        scene.player.answer = answer
-        async with serving(scene.tiny) as port, scene.joined(port) as node:
-            await scene.tiny.offer()
-            await happens(lambda: "answered after" in caplog.text)
-            await scene.tiny.script.put(None)
-            await node
-        said = [r for r in caplog.records if "NaN, infinite or zero" in r.getMessage()]
-        assert len(said) == (not answer.total.any())
-
-    play(act)
-
-
 @pytest.mark.parametrize(("days", "warned"), [(29, {NODE}), (365, set())])
 def test_a_certificate_that_soon_ends_is_warned_of_at_once_and_daily(
     play: Callable[[Act], None],

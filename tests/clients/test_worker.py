@@ -428,6 +428,25 @@ def test_one_user_sends_a_sum_and_nothing_is_left_after_close(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize(("users", "warned"), [("one_good_user", 0), ("one_user_of_nan", 1)])
+def test_it_says_when_all_updates_of_its_users_count_as_zero(
+    runner: asyncio.Runner, caplog: pytest.LogCaptureFixture, users: str, warned: int
+) -> None:
+    async def train() -> PartialSum | None:
+        one = await started(users, names=["u8"])
+        try:
+            return await one.train(request_to(["u8"]), LIMIT)
+        finally:
+            await one.close()
+
+    answer = runner.run(train())
+    assert answer is not None
+    assert answer.users == 1
+    said = [r for r in caplog.messages if "NaN, infinite or zero" in r]
+    assert len(said) == warned
+    assert all(message.startswith("round ") for message in said)
+
+
 @pytest.mark.slow
 def test_users_side_by_side_end_no_more_than_themselves(
     runner: asyncio.Runner, worker: Worker, mark: Path
