@@ -368,8 +368,8 @@ class Worker:
         except TimeoutError:  # `learn` was still running
             return None
         if answer and answer.users and not answer.total.any():
-            said = "all updates of the users are NaN, infinite or zero; look at their data"
-            _log.warning("round %s of run %r: %s", request.round, request.run, said)
+            cause = "all updates of the users are NaN, infinite or zero; look at their data"
+            _log.warning("round %s of run %r: %s", request.round, request.run, cause)
         return answer
 
     async def close(self) -> None:

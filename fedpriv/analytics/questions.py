@@ -25,7 +25,7 @@ from fedpriv.privacy.clipping import FloatMatrix, IntegerVector, clip_vectors
 from fedpriv.privacy.layout import FloatVector, VectorGroup
 from fedpriv.privacy.outer_products import CLIPPING_NORM, SHRINK, outer_product_sum
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.support.checks import hold_plain_numbers, is_whole, require
+from fedpriv.support.checks import check_types, hold_numbers, is_whole, require
 
 _log = logging.getLogger(__name__)
 _WIDTH = 2.0  # half the width of intervals in standard deviations: 95.4% of a normal law
@@ -92,14 +92,20 @@ class Question(ABC):
     of: str | QuantityFunction  # the quantity: a column of the store, or a function of one user
 
     def __post_init__(self) -> None:
-        hold_plain_numbers(self)
+        hold_numbers(self)
+        check_types(name=(self.name, str))
         if not self.name or not self.name.isprintable():
             limit = "a name must be printable and not empty"
             raise InvalidValueError(f"a question is named {self.name!r}; {limit}")
         if not isinstance(self.of, str) and not callable(self.of):
             limit = "it must be a column's name or a function of one user's fields"
             raise InvalidValueError(f"question {self.name!r} asks for {self.of!r}; {limit}")
-        self._check()
+        try:
+            self._check()
+        except InvalidValueError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise self._refusal(f"a list that cannot be read: {error}") from error
         _ = self.group  # checks the norm
 
     def _check(self) -> None:  # noqa: B027 - most questions have nothing to add

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -28,7 +28,7 @@ from fedpriv.privacy.layout import FloatVector, Layout
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundAttempt, private_round
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.support.checks import check_types, hold_plain_numbers, is_whole, require
+from fedpriv.support.checks import check_types, hold_numbers, is_whole, require
 
 _log = logging.getLogger(__name__)
 
@@ -53,9 +53,12 @@ class Survey:
     round: int = 1  # number in the run, which may ask repeatedly
 
     def __post_init__(self) -> None:
-        hold_plain_numbers(self)
+        hold_numbers(self)
+        check_types(run=(self.run, str), questions=(self.questions, Iterable))
+        check_types(shares=(self.shares, Mapping | None))
         check_types(sampling=(self.sampling, PoissonSampling))  # as answers assume
         object.__setattr__(self, "questions", tuple(self.questions))
+        check_types(**{f"question {n}": (q, Question) for n, q in enumerate(self.questions, 1)})
         if not self.run.isprintable() or not self.run or "/" in self.run:
             raise InvalidValueError(f"run is {self.run!r}; it must be a printable name without '/'")
         is_number = self.round == 0 or is_whole(self.round)

@@ -187,7 +187,10 @@ def hold_numbers(value: object) -> None:
 @cache
 def _numeric_fields(kind: Any) -> list[tuple[str, tuple[type, ...]]]:
     """Return the numeric fields and their legal types; cached, since the lookup is slow."""
-    types = [(field.name, get_args(field.type) or (field.type,)) for field in fields(kind)]
+    types = [
+        (f.name, get_args(f.type) if isinstance(f.type, UnionType) else (f.type,))
+        for f in fields(kind)
+    ]
     numeric = (int, float, NoneType)
     return [(name, kinds) for name, kinds in types if all(t in numeric for t in kinds)]
 

@@ -212,6 +212,11 @@ def test_users_that_are_not_the_enrolled_ones_are_refused(tmp_path: Path) -> Non
         ({"round": 1.5}, "round is 1.5"),
         ({"z": -1.0}, "noise_multiplier is -1.0"),
         ({"shares": {"mean": 1.0}}, "weights and groups differ"),
+        ({"questions": ("mean",)}, "question 1 is of the type str"),
+        ({"questions": QUESTIONS[0]}, "questions is of the type"),
+        ({"round": "1"}, "round is '1'"),
+        ({"z": "1"}, "noise_multiplier is '1'"),
+        ({"shares": 1.0}, "shares is of the type float"),
     ],
 )
 def test_surveys_that_make_no_sense_are_refused(changes: dict[str, object], message: str) -> None:
@@ -230,7 +235,7 @@ def test_other_cohorts_than_by_coins_are_refused(sampling: Sampling) -> None:
         Survey("run", QUESTIONS, sampling, 1.0)
 
 
-@pytest.mark.parametrize("run", ["", "a/b", "a\nb"])
-def test_bad_names_of_runs_are_refused(run: str) -> None:
+@pytest.mark.parametrize("run", ["", "a/b", "a\nb", 5])
+def test_bad_names_of_runs_are_refused(run: object) -> None:
     with pytest.raises(InvalidValueError, match="run is"):
         Survey(run, QUESTIONS, PoissonSampling(40, 0.5), 1.0)

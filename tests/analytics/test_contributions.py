@@ -434,6 +434,22 @@ def test_bad_ranges_are_refused(kind: type, low: float, high: float) -> None:
         kind("m", "x", low, high)
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Mean(3, "x", 0.0, 1.0), "name is of the type int"),
+        (lambda: Sum("m", "x", "0", 1.0), "low is '0'"),
+        (lambda: Histogram("m", "x", (1,), "1"), "clipping_norm is '1'"),
+        (lambda: Histogram("m", "x", 5), "'m' has a list that cannot be read"),
+        (lambda: Distribution("m", "x", ["a"]), "'m' has a list that cannot be read"),
+        (lambda: Quantiles("m", "x", (1.0,), 0.5), "'m' has a list that cannot be read"),
+    ],
+)
+def test_values_of_other_types_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        make()
+
+
 @pytest.mark.parametrize("low", [-1e308, -1e31])
 def test_ranges_that_cannot_be_clipped_to_are_refused(low: float) -> None:
     with pytest.raises(InvalidValueError, match="clipping_norm"):
