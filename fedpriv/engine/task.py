@@ -289,7 +289,7 @@ class Task:
     def parameters(self) -> dict[str, npt.NDArray[np.float32]]:
         """Return a copy of the parameters for which users send updates, in the model's order."""
         tensors = {n: p for n, p in self.trainable().items() if n not in self.personal}
-        return {n: p.to("cpu", torch.float32).numpy().copy() for n, p in tensors.items()}
+        return {n: lazy_clone(p).cpu().float().numpy().copy() for n, p in tensors.items()}
 
     def statistics(self) -> dict[str, npt.NDArray[np.float32]]:
         """Return a copy of the normalisations' running statistics by name, in the model's order."""
