@@ -369,7 +369,7 @@ class Worker:
             return None
         if answer and answer.users and not answer.total.any():
             cause = "all updates of the users are NaN, infinite or zero; look at their data"
-            _log.warning("round %s of run %r: %s", request.round, request.run, cause)
+            _log.warning("%s: %s", f"round {request.round} of run {request.run!r}", cause)
         return answer
 
     async def close(self) -> None:
