@@ -107,8 +107,6 @@ def identity_of(certificates: Path | None, node: str | None) -> Identity:
     authorities, key = naming.load_authorities(ca), naming.read_key(certificates / "node.key")
     certificate = naming.load_certificate(path)
     naming.check_key(certificates / "node.key", key, certificate)
-    if not naming.issued_by(authorities, naming.load_authorities(path)[-1]):  # the end of its chain
-        raise InvalidValueError(f"{path} is not from an authority in {ca}; servers would refuse it")
     credentials = grpc.ssl_channel_credentials(naming.read_file(ca), key, naming.read_file(path))
     node = naming.node_named(certificate, path)
     return Identity(node, credentials, certificate, key, authorities)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MOST = {
-    "code lines of the product": 29_581,
+    "code lines of the product": 29_579,
     "code lines of privacy and ledger": 3_306,
     "modules of the product": 137,
     "names at the root of fedpriv": 2,

@@ -74,7 +74,7 @@ class KeptModel:
         for attributes in self._attributes:
             attributes.put_back()
         for name, tensor in self.tensors.items():
-            numbers, lazy = self.numbers[name], name in self._frozen  # asking their address copies
+            numbers, lazy = self.numbers[name], name in self._frozen  # reading an address copies
             if lazy or tensor.data_ptr() != numbers.data_ptr() or tensor.shape != numbers.shape:
                 tensor.data = numbers
             if tensor.grad is not None or tensor._backward_hooks:

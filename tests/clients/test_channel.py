@@ -157,20 +157,6 @@ def test_a_key_that_is_not_the_certificates_is_refused(
             identity_of(tmp_path, None)
 
 
-def test_a_certificate_of_another_authority_is_refused(
-    tmp_path: Path, certificates: tuple[object, Path], strangers: tuple[object, Path]
-) -> None:
-    """Else the node would try again for ever, as servers end the handshake."""
-    shutil.copy(certificates[1] / "ca.pem", tmp_path / "ca.pem")
-    for name in ("node.pem", "node.key"):
-        shutil.copy(strangers[1] / name, tmp_path / name)
-    with pytest.raises(InvalidValueError, match=r"node\.pem is not from an authority in .*ca\.pem"):
-        identity_of(tmp_path, None)
-    with (tmp_path / "ca.pem").open("ab") as file:
-        file.write((strangers[1] / "ca.pem").read_bytes())
-    assert identity_of(tmp_path, None).certificate is not None
-
-
 @pytest.mark.parametrize("both", [(Path("certs"), "node"), (None, None)])
 def test_exactly_one_identity_is_given(both: tuple[Path | None, str | None]) -> None:
     with pytest.raises(InvalidValueError, match="exactly one must be given"):
