@@ -231,11 +231,10 @@ class InProcessTransport(Transport):
                 chunk_sum = trainer.sum_of(request, chunks)
             yield np.concatenate([chunk.users for chunk in chunks]), chunk_sum
             return
-        forks = [self._idle.pop() for _ in range(min(processes, len(self._idle)))]
-        while len(forks) < processes:
-            forks.append(Fork(trainer))
-        yield from Crew(forks, trainer, request, limit).sums(chunks)
-        self._idle.extend(forks)
+        idle = [self._idle.pop() for _ in range(min(processes, len(self._idle)))]
+        crew = Crew(idle, processes, trainer, request, limit)
+        yield from crew.sums(chunks)
+        self._idle.extend(crew.forks)
 
     @property
     def _forking(self) -> bool:

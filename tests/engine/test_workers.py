@@ -3,6 +3,7 @@
 import fcntl
 import gc
 import logging
+import mmap
 import multiprocessing
 import os
 import signal
@@ -16,11 +17,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+from numpy.typing import NDArray
 from torch import nn
 
 import fedpriv
 from fedpriv.data.population import UserStore
 from fedpriv.engine.examples import Chunk
+from fedpriv.engine.forks import PipeEnd
 from fedpriv.engine.measuring import SimulationOnlyDiagnostics
 from fedpriv.engine.roads import Path as Road
 from fedpriv.engine.task import Task, cross_entropy
@@ -92,6 +98,31 @@ def test_requests_and_sums_of_any_size_find_their_way() -> None:
         expected = summed(replace(transport, processes=1).collect(asked))
         assert len(expected[1]) == asked.clipping.layout.dimension
         assert summed(transport.collect(asked)) == expected
+
+
+@given(
+    arrays=st.lists(
+        npst.arrays(
+            st.sampled_from([np.float32, np.int64, np.uint8]), npst.array_shapes(min_side=0)
+        ),
+        max_size=6,
+    ),
+    size=st.integers(1, 500),
+)
+def test_messages_of_both_directions_arrive_whether_or_not_they_fit_in_the_memory(
+    arrays: list[NDArray[np.generic]], size: int
+) -> None:
+    memory, pipe = mmap.mmap(-1, size), multiprocessing.Pipe()
+    one, other = (PipeEnd(connection, memory) for connection in pipe)
+    with pipe[0], pipe[1]:
+        one.send(arrays)
+        first = other.receive()
+        other.send(first[::-1])  # overwrites the memory, not what came
+        second = one.receive()
+    for ours, theirs, returned in zip(arrays, first, reversed(second), strict=True):
+        assert theirs.dtype == returned.dtype == ours.dtype
+        assert theirs.tobytes() == returned.tobytes() == ours.tobytes()
+        assert theirs.shape == returned.shape == ours.shape
 
 
 def test_an_observer_is_told_the_same() -> None:
