@@ -9,8 +9,10 @@ atomically. Other users can never read a key, not even while it is written.
 """
 
 import ipaddress
+import logging
 import re
 import secrets
+import ssl
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -25,6 +27,7 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.support.disk import write_atomically
 from fedpriv.wire import naming
 
+_log = logging.getLogger(__name__)
 YEAR = timedelta(days=365)
 _AUTHORITY_LIFETIME = 10 * YEAR
 _CLOCK_SKEW = timedelta(minutes=5)
@@ -46,6 +49,36 @@ def load_ca(path: Path) -> x509.Certificate:
     if not constraints.ca:
         raise InvalidValueError(f"{path} is not an authority's certificate, but one issued by it")
     return ca
+
+
+def tls_context(folder: Path) -> ssl.SSLContext:
+    """Return TLS that presents the server's certificate and requires one from every peer.
+
+    InvalidValueError: a file is missing or malformed, the key does not fit the certificate, or the
+    certificate is not for a server. If the authority in the same folder did not issue the
+    certificate, a warning is logged, because nodes that trust only that authority cannot connect.
+    """
+    ca, certificate, key = [folder / n for n in ("ca.pem", "server.pem", "server.key")]
+    authority, loaded = load_ca(ca), naming.load_certificate(certificate)
+    naming.check_key(key, naming.read_key(key), loaded)
+    if not naming.for_servers(loaded):
+        raise InvalidValueError(
+            f"{certificate} is not a certificate for a server (extended key usage serverAuth); "
+            "`fedpriv certs server` issues one"
+        )
+    if not naming.issued_by([authority], loaded):
+        _log.warning(
+            "%s is not issued by ca.pem beside it: nodes that trust that one cannot connect",
+            certificate,
+        )
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    # Older versions renegotiate and keep sessions, which costs time and memory.
+    tls.minimum_version, tls.verify_mode = ssl.TLSVersion.TLSv1_3, ssl.CERT_REQUIRED
+    tls.num_tickets = 0  # for sessions
+    tls.set_alpn_protocols(["h2"])
+    tls.load_cert_chain(certificate, key)
+    tls.load_verify_locations(ca)
+    return tls
 
 
 class Issued(NamedTuple):

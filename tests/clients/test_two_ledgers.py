@@ -24,9 +24,9 @@ from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import PartialSum
 from fedpriv.server import certificates
-from fedpriv.server.authentication import NODE
 from fedpriv.server.collection import Ballot, Collection
 from fedpriv.server.deployment import GrpcTransport
+from fedpriv.server.gateway import NODE
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import (
     COUNTERSIGNATURE,
