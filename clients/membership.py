@@ -27,8 +27,18 @@ from fedpriv.clients.worker import HostSettings, Worker, memory_limiter
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError, WireError
 from fedpriv.privacy.round import PartialSum
 from fedpriv.support.logs import expiry, trouble
-from fedpriv.wire import Decline, Hello, Proposal, Receipt, RoundOffer, Terms, Vote, Welcome
-from fedpriv.wire.naming import NEWER
+from fedpriv.wire import (
+    Countersignature,
+    Decline,
+    Hello,
+    Proposal,
+    Receipt,
+    RoundOffer,
+    Terms,
+    Vote,
+    Welcome,
+)
+from fedpriv.wire.naming import NEWER, binding_of
 
 _DAY_SECONDS = 86_400.0
 _LAST_CHECK_SECONDS = 60.0
@@ -238,7 +248,7 @@ class OfferHandler:
             if objection is None:
                 await self.worker.learn(proposal)
                 if proposal.price.event.secure_sum is not None or proposal.head is not None:
-                    signature = self.secure.countersignature(welcome, proposal)
+                    signature = self._countersignature(welcome, proposal)
         except ModelError as error:
             _log.error("users cannot train as the server proposes: %.400s", error)
             objection = "the node cannot train as proposed"
@@ -248,6 +258,13 @@ class OfferHandler:
         except grpc.aio.AioRpcError as error:
             objection = f"the ledger cannot be fetched: {error.code().name}"
         return Vote(proposal.id, (objection or "")[:_LONGEST_REASON], signature)
+
+    def _countersignature(self, welcome: Welcome, proposal: Proposal) -> Countersignature:
+        event, public = proposal.price.event, b""
+        binding = binding_of(welcome.population_name, proposal.id, event, proposal.head)
+        if event.secure_sum is not None:
+            public = self.secure.fresh_key(event.secure_sum, binding)
+        return self.secure.identity.countersigned(binding, public)
 
     async def answer(self, welcome: Welcome, offer: RoundOffer, deadline: float) -> None:
         """Answer an offer, or take part in its secure sum, and log the outcome.

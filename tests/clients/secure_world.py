@@ -31,6 +31,7 @@ from fedpriv.server.collection import Ballot, Collection, SecureCollection
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import (
+    Countersignature,
     Price,
     Proposal,
     Receipt,
@@ -107,6 +108,13 @@ class Site:
     @property
     def name(self) -> str:
         return self.identity.node
+
+    def countersignature(self, terms: Proposal) -> Countersignature:
+        event = terms.price.event
+        binding = binding_of(self.welcome.population_name, terms.id, event, terms.head)
+        assert event.secure_sum is not None
+        key = self.secure.fresh_key(event.secure_sum, binding)
+        return self.secure.identity.countersigned(binding, key)
 
 
 class World:
@@ -195,7 +203,7 @@ class World:
             if name in self.heads:
                 head = self.signed(self.heads[name], ballot.id)
             shown = replace(terms, id=ballot.id, head=head)
-            signature = site.secure.countersignature(site.welcome, shown)
+            signature = site.countersignature(shown)
             ballot.count(name, Vote(ballot.id, "", replace(signature, head=head)))
         return ballot
 

@@ -528,6 +528,6 @@ def test_a_server_takes_no_vote_that_others_would_refuse(
         binding = binding_of(POPULATION_ID, proposal.id, EVENT, head)
         return countersigned("b", b"", binding, who.certificate, who.key)
 
-    monkeypatch.setattr(membership.SecureSums, "countersignature", lie)
+    monkeypatch.setattr(membership.OfferHandler, "_countersignature", lie)
     world.join("b")
     assert world.objection("b") == "the vote is not signed by the node"
