@@ -24,17 +24,7 @@ from fedpriv.ledger import Head
 from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.privacy.round import PartialSum
 from fedpriv.secure_sums.protocol import MaskedVector
-from fedpriv.wire import (
-    Countersignature,
-    Receipt,
-    RoundId,
-    Status,
-    Terms,
-    Vote,
-    Welcome,
-    codec,
-    naming,
-)
+from fedpriv.wire import Receipt, RoundId, Status, Terms, Vote, Welcome, codec, naming
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.codec import MAX_COMPONENTS
 from fedpriv.wire.naming import SERVICE, Address
@@ -101,12 +91,6 @@ class Identity:
     certificate: x509.Certificate | None = None
     key: bytes = field(default=b"", repr=False)  # of the certificate, in PEM
     authorities: Sequence[x509.Certificate] = ()  # that issue certificates of servers and nodes
-
-    def countersigned(self, binding: bytes, public: bytes) -> Countersignature:
-        """Sign a proposal, with the key of a secure sum or b""; InvalidValueError: it cannot."""
-        if self.certificate is None:
-            raise InvalidValueError("the node has no certificate to sign its vote with")
-        return naming.countersigned(self.node, public, binding, self.certificate, self.key)
 
 
 def identity_of(certificates: Path | None, node: str | None) -> Identity:

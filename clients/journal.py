@@ -169,8 +169,7 @@ class Journal(InFile):
 
     def answers_since(self, moment: datetime) -> int:
         """Return the number of answers to all populations recorded at this moment or later."""
-        (row,) = self._read("SELECT count(*) FROM answers WHERE at >= ?", _text(moment))
-        return int(row[0])
+        return int(self._read("SELECT count(*) FROM answers WHERE at >= ?", _text(moment))[0][0])
 
     def admit(
         self, population_name: str, series: RoundSeries, part: int, users: NDArray[np.int64]

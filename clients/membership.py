@@ -38,7 +38,7 @@ from fedpriv.wire import (
     Vote,
     Welcome,
 )
-from fedpriv.wire.naming import NEWER, binding_of
+from fedpriv.wire.naming import NEWER, binding_of, countersigned
 
 _DAY_SECONDS = 86_400.0
 _LAST_CHECK_SECONDS = 60.0
@@ -260,11 +260,14 @@ class OfferHandler:
         return Vote(proposal.id, (objection or "")[:_LONGEST_REASON], signature)
 
     def _countersignature(self, welcome: Welcome, proposal: Proposal) -> Countersignature:
-        event, public = proposal.price.event, b""
+        """Return the node's signature of a proposal; InvalidValueError: it has no certificate."""
+        event, identity, key = proposal.price.event, self.secure.identity, b""
+        if identity.certificate is None:
+            raise InvalidValueError("the node has no certificate to sign its vote with")
         binding = binding_of(welcome.population_name, proposal.id, event, proposal.head)
         if event.secure_sum is not None:
-            public = self.secure.fresh_key(event.secure_sum, binding)
-        return self.secure.identity.countersigned(binding, public)
+            key = self.secure.fresh_key(event.secure_sum, binding)
+        return countersigned(identity.node, key, binding, identity.certificate, identity.key)
 
     async def answer(self, welcome: Welcome, offer: RoundOffer, deadline: float) -> None:
         """Answer an offer, or take part in its secure sum, and log the outcome.
@@ -396,7 +399,10 @@ class Membership:
             while True:
                 welcomed, over = await self._connection()
                 if over:
-                    await self._finish()
+                    await self._work.stop()
+                    _log.info("the run is over")
+                    if self._prepared is not None and self._settings.verify_ledger:
+                        await self._report(self._prepared, _LAST_CHECK_SECONDS)
                 if over and self._settings.once:
                     return
                 failures = 0 if welcomed else failures + 1
@@ -524,9 +530,3 @@ class Membership:
             _log.warning("the ledger cannot be fetched: the server does not answer")
         except grpc.aio.AioRpcError as error:
             _log.warning("the ledger cannot be fetched: %s", error.code().name)
-
-    async def _finish(self) -> None:
-        await self._work.stop()
-        _log.info("the run is over")
-        if self._prepared is not None and self._settings.verify_ledger:
-            await self._report(self._prepared, _LAST_CHECK_SECONDS)

@@ -214,8 +214,10 @@ def _signed(
     authority = ca is None
     subject = issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     if ca is not None:
-        issuer = ca.subject
-        _check_validity(begin, lifetime, ca.not_valid_after_utc)
+        issuer, end = ca.subject, ca.not_valid_after_utc
+        if not timedelta(0) < lifetime <= end - begin:
+            condition = f"it must be positive and end before the authority's, at {end}"
+            raise InvalidValueError(f"the lifetime is {lifetime}; {condition}")
     usages = {"digital_signature": not authority, "key_cert_sign": authority}
     extensions: list[tuple[x509.ExtensionType, bool]] = [
         (x509.SubjectKeyIdentifier.from_public_key(key), False),
@@ -232,12 +234,6 @@ def _signed(
     for extension, critical in extensions:
         builder = builder.add_extension(extension, critical)
     return builder.sign(signer, hashes.SHA256())
-
-
-def _check_validity(begin: datetime, lifetime: timedelta, authority_end: datetime) -> None:
-    if not timedelta(0) < lifetime <= authority_end - begin:
-        condition = f"it must be positive and end before the authority's, at {authority_end}"
-        raise InvalidValueError(f"the lifetime is {lifetime}; {condition}")
 
 
 def _alternatives_of(hosts: Sequence[str]) -> list[x509.GeneralName]:

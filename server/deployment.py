@@ -292,8 +292,10 @@ def serve(
         raise InvalidValueError(f"{file} has no section federation, which `fedpriv serve` needs")
     endpoint = endpoint_of(section, insecure=insecure)
     enrolment = Enrolment.load(Path(str(section.enrolment)))
-    enrolment.check_least(section.least_nodes)
-    check_connections(len(enrolment.nodes))
+    if section.least_nodes > (nodes := len(enrolment.nodes)):
+        condition = f"it must be at most {nodes}, the number of enrolled nodes"
+        raise InvalidValueError(f"federation.least_nodes is {section.least_nodes}; {condition}")
+    check_connections(nodes)
     addresses = {"federation.address": endpoint.address}
     if section.metrics_address is not None:
         key = "federation.metrics_address"

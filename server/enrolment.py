@@ -121,12 +121,6 @@ class Enrolment:
             for node, ids in self.users.items()
         )
 
-    def check_least(self, nodes: int) -> None:
-        """Raise InvalidValueError if fewer nodes are enrolled than a round needs."""
-        if nodes > len(self.nodes):
-            condition = f"it must be at most {len(self.nodes)}, the number of enrolled nodes"
-            raise InvalidValueError(f"federation.least_nodes is {nodes}; {condition}")
-
     def users_of(self, node: str) -> Positions:
         """Return the positions of a node's users, ascending, read-only; InvalidValueError if none.
 

@@ -349,9 +349,8 @@ class Service:
             sentence = "the node that says hello is not the one of the certificate"
             raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, sentence)
         if hello.users_sha256 != self._digests[node]:
-            reason = "the node holds other users than are enrolled at it"
-            self.sites.trouble(node, Trouble.ENROLMENT, reason)
             sentence = "the node holds other users than are enrolled at it"
+            self.sites.trouble(node, Trouble.ENROLMENT, sentence)
             raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
 
     async def download(self, request: pb.RoundId, context: Context) -> None:

@@ -160,6 +160,14 @@ SCHEDULES: Mapping[str, type[RateSchedule]] = {  # values of learning_rate.sched
 Rate = float | RateSchedule
 
 
+def rate_of(learning_rate: Rate) -> float:
+    """Return a learning rate as a number; InvalidValueError if it is still a schedule."""
+    if isinstance(learning_rate, RateSchedule):
+        setting = f"learning_rate is {learning_rate}"
+        raise InvalidValueError(f"{setting}; a step needs a number: call `at` with a round")
+    return learning_rate
+
+
 _RANGES = {"rounds": "whole", "factor": "(0, 1]", "tau": "(0, inf)"}
 _RANGES |= dict.fromkeys(("momentum", "beta1", "beta2"), "[0, 1)")
 
@@ -340,11 +348,8 @@ def _filled(parameters: Parameters, value: float) -> Moments:
 
 def _moved(parameters: Parameters, direction: Average, learning_rate: Rate) -> Parameters:
     """Return the parameters after a step, clamped to float32's range so that they stay finite."""
-    if isinstance(learning_rate, RateSchedule):
-        setting = f"learning_rate is {learning_rate}"
-        raise InvalidValueError(f"{setting}; a step needs a number: call `at` with a round")
-    limit = np.finfo(np.float32).max
+    limit, rate = np.finfo(np.float32).max, rate_of(learning_rate)
     return {
-        name: np.clip(learning_rate * direction[name] + p, -limit, limit).astype(np.float32)
+        name: np.clip(rate * direction[name] + p, -limit, limit).astype(np.float32)
         for name, p in parameters.items()
     }

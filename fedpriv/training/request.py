@@ -18,7 +18,7 @@ from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup
 from fedpriv.privacy.round import OpenedSum, PartialSum
 from fedpriv.secure_sums.simulation import simulated_nodes
 from fedpriv.support.checks import check_range, check_ranges, hold_plain_numbers
-from fedpriv.training.optimizers import Rate, RateSchedule, at_round
+from fedpriv.training.optimizers import Rate, RateSchedule, at_round, rate_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -123,10 +123,7 @@ class LocalTraining:
     @property
     def rate(self) -> float:
         """The learning rate as a number; InvalidValueError if it is still a schedule."""
-        if isinstance(self.learning_rate, int | float):
-            return self.learning_rate
-        setting = f"learning_rate is {self.learning_rate}"
-        raise InvalidValueError(f"{setting}; a step needs a number: call `at` with a round")
+        return rate_of(self.learning_rate)
 
     def at(self, number: int) -> Self:
         """Return the settings for a round, from 1, with a schedule replaced by its value."""

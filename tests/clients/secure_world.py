@@ -16,6 +16,7 @@ from fedpriv.clients.connection import Backoff, Identity, identity_of
 from fedpriv.clients.consent import Consent
 from fedpriv.clients.journal import Journal
 from fedpriv.clients.ledger_check import LedgerVerifier, OfferPolicy
+from fedpriv.clients.membership import OfferHandler
 from fedpriv.clients.secure import SecureSums
 from fedpriv.clients.worker import Built
 from fedpriv.errors import FedprivError
@@ -110,11 +111,9 @@ class Site:
         return self.identity.node
 
     def countersignature(self, terms: Proposal) -> Countersignature:
-        event = terms.price.event
-        binding = binding_of(self.welcome.population_name, terms.id, event, terms.head)
-        assert event.secure_sum is not None
-        key = self.secure.fresh_key(event.secure_sum, binding)
-        return self.secure.identity.countersigned(binding, key)
+        secure = self.secure
+        parts = secure.server, secure.worker, secure.policy, secure.backoff
+        return OfferHandler(*parts, secure)._countersignature(self.welcome, terms)
 
 
 class World:
