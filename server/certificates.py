@@ -214,9 +214,9 @@ def _signed(
     authority = ca is None
     subject = issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     if ca is not None:
-        issuer, end = ca.subject, ca.not_valid_after_utc
-        if not timedelta(0) < lifetime <= end - begin:
-            condition = f"it must be positive and end before the authority's, at {end}"
+        issuer, authority_end = ca.subject, ca.not_valid_after_utc
+        if not timedelta(0) < lifetime <= authority_end - begin:
+            condition = f"it must be positive and end before the authority's, at {authority_end}"
             raise InvalidValueError(f"the lifetime is {lifetime}; {condition}")
     usages = {"digital_signature": not authority, "key_cert_sign": authority}
     extensions: list[tuple[x509.ExtensionType, bool]] = [
