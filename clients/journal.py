@@ -216,8 +216,7 @@ class Journal(InFile):
         messages = attempt_message, head_message, wire.COUNTERSIGNATURE.encode(other)
         row = population_name, attempt.run, *(m.SerializeToString() for m in messages)
         with _refusing(), self.database.transaction():
-            insert = "INSERT OR IGNORE INTO equivocations VALUES (?, ?, ?, ?, ?)"
-            self.database.write(insert, row)
+            self.database.write("INSERT OR IGNORE INTO equivocations VALUES (?, ?, ?, ?, ?)", row)
 
     def equivocated(self, population_name: str, run: str) -> bool:
         """Return whether an equivocation of this run was recorded."""

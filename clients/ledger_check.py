@@ -606,8 +606,7 @@ class OfferPolicy:
             return None
         # One call at a time: the server ends a call for the ledger when the node makes another.
         async with self._checking:
-            delta = self.consent.delta_for(welcome.population)
-            return await self.verifier.examined(welcome, delta)
+            return await self.verifier.examined(welcome, self.consent.delta_for(welcome.population))
 
     async def report(self, welcome: Welcome) -> None:
         """Check the ledger and log its ε, if there is a verifier; errors as `examined`."""

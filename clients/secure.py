@@ -123,8 +123,7 @@ class SecureSums:
         began, event = loop.time(), offer.price.event
         model = offer.model(self.worker.built.statistics)
         tensors = await persist(lambda: self.server.download(offer.id, model), self.backoff)
-        download_seconds = loop.time() - began
-        margin = max(4.0 * download_seconds, _LEAST_MARGIN * (deadline - began))
+        margin = max(4.0 * (loop.time() - began), _LEAST_MARGIN * (deadline - began))
         until = max(loop.time(), deadline - margin)
         coins = drawn_users(event.sampling, welcome.users.size, os.urandom(32))
         total = np.zeros(offer.clipping.layout.dimension, np.int64)

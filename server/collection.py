@@ -470,8 +470,7 @@ class SecureCollection:
     def __post_init__(self) -> None:
         self._began, names = monotonic(), self.roster.names
         self._least = len(names) - self.secure.dropouts
-        attempt = self.collection.offer.id
-        self.exchange = Exchange(attempt, names, self._least, self.absent)
+        self.exchange = Exchange(self.collection.offer.id, names, self._least, self.absent)
         self._sharers: list[str] = []
         self._survivors: list[str] = []
         self._grid = Grid.of(self.collection.offer.price.event, len(names))

@@ -248,8 +248,7 @@ class _EnrolmentFile(Section):
     @property
     def certificates(self) -> dict[str, str]:
         """Fingerprint → name of each node that has a certificate."""
-        nodes = self.nodes.items()
-        return {node.certificate: name for name, node in nodes if node.certificate}
+        return {node.certificate: name for name, node in self.nodes.items() if node.certificate}
 
     @model_validator(mode="after")
     def _check_distinct(self) -> Self:

@@ -517,8 +517,7 @@ def cut_up(population: Population, rows: int, called: str) -> Population:
     fields = {field: column for field, column in users.fields.items() if field != ROW_OWNERS}
     store = UserStore(fields, np.append(starts, users.rows), ids_of_pieces)
     succeeds = population.succeeds and f"{population.succeeds}; {called}"
-    name = f"{population.name}; {called}"
-    return replace(population, name=name, users=store, succeeds=succeeds)
+    return replace(population, name=f"{population.name}; {called}", users=store, succeeds=succeeds)
 
 
 def sharing(users: UserStore) -> str:

@@ -275,8 +275,7 @@ def _calibration_error(bins: int = 15) -> Sums:
     check_range("bins of calibration-error", bins, "whole")
 
     def gaps(view: Seen) -> Tensor:
-        probabilities = _classified(view, "calibration-error").double().softmax(-1)
-        confidence, predicted = probabilities.max(-1)
+        confidence, predicted = _classified(view, "calibration-error").double().softmax(-1).max(-1)
         places = (confidence * bins).ceil().long().clamp(1, bins) - 1
         gap = (predicted == view.targets).double() - confidence
         in_bin = functional.one_hot(places, bins).bool()

@@ -425,8 +425,7 @@ def _restored(
     It is restored from the first τ successive shares whose result matches the public key.
     """
     points = [(x, int.from_bytes(y, "big")) for x, y in shares.items() if len(y) == _SHARE_BYTES]
-    starts = range(len(points) if len(points) >= threshold else 0)
-    for start in starts:
+    for start in range(len(points) if len(points) >= threshold else 0):
         number = _at_zero([points[(start + offset) % len(points)] for offset in range(threshold)])
         if number < 2**256:
             secret = number.to_bytes(_SECRET_BYTES, "big")

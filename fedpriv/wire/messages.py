@@ -294,8 +294,7 @@ class RoundOffer(Checked):
 
     def model(self, statistics: Layout) -> Layout:
         """Return the layout of `model_of` the request, for a task with these statistics."""
-        statistic_shapes = dict(zip(statistics.names, statistics.shapes, strict=True))
-        shapes = {**update_of(self), **statistic_shapes}
+        shapes = update_of(self) | dict(zip(statistics.names, statistics.shapes, strict=True))
         return Layout(tuple(shapes), tuple(shapes.values()))
 
     def request(self, tensors: Tensors) -> RoundRequest:
