@@ -18,6 +18,7 @@ from urllib.parse import quote
 import grpc
 import numpy as np
 
+from fedpriv import wire
 from fedpriv.clients.connection import Backoff, FederationStub, identity_of, persist
 from fedpriv.clients.consent import Consent, review_of, unlike
 from fedpriv.clients.journal import Journal
@@ -27,17 +28,7 @@ from fedpriv.clients.worker import HostSettings, Worker, memory_limiter
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError, WireError
 from fedpriv.privacy.round import PartialSum
 from fedpriv.support.logs import expiry, trouble
-from fedpriv.wire import (
-    Countersignature,
-    Decline,
-    Hello,
-    Proposal,
-    Receipt,
-    RoundOffer,
-    Terms,
-    Vote,
-    Welcome,
-)
+from fedpriv.wire import Decline, Hello, Proposal, RoundOffer, Terms, Vote, Welcome
 from fedpriv.wire.naming import NEWER, binding_of, countersigned
 
 _DAY_SECONDS = 86_400.0
@@ -259,7 +250,7 @@ class OfferHandler:
             objection = f"the ledger cannot be fetched: {error.code().name}"
         return Vote(proposal.id, (objection or "")[:_LONGEST_REASON], signature)
 
-    def _countersignature(self, welcome: Welcome, proposal: Proposal) -> Countersignature:
+    def _countersignature(self, welcome: Welcome, proposal: Proposal) -> wire.Countersignature:
         """Return the node's signature of a proposal; InvalidValueError: it has no certificate."""
         event, identity, key = proposal.price.event, self.secure.identity, b""
         if identity.certificate is None:
@@ -292,7 +283,7 @@ class OfferHandler:
             else:
                 _log.info("%s: answered after %.1f s", name, loop.time() - began)
 
-    async def _send(self, offer: RoundOffer, answer: PartialSum | Decline) -> Receipt:
+    async def _send(self, offer: RoundOffer, answer: PartialSum | Decline) -> wire.Receipt:
         return await persist(lambda: self.server.upload(offer.id, answer), self.backoff)
 
     async def _answer(
