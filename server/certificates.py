@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 
 from fedpriv.errors import InvalidValueError
+from fedpriv.support.checks import require
 from fedpriv.support.disk import write_atomically
 from fedpriv.wire import naming
 
@@ -46,8 +47,7 @@ def load_ca(path: Path) -> x509.Certificate:
     with naming.parsing(path, "an authority's certificate") as pem:
         ca = x509.load_pem_x509_certificate(pem)
         constraints = ca.extensions.get_extension_for_class(x509.BasicConstraints).value
-    if not constraints.ca:
-        raise InvalidValueError(f"{path} is not an authority's certificate, but one issued by it")
+    require(constraints.ca, f"{path} is not an authority's certificate, but one issued by it")
     return ca
 
 
@@ -170,8 +170,7 @@ def _load_request(path: Path) -> tuple[str, _PublicKey]:
     with naming.parsing(path, "a certificate signing request") as pem:
         csr = x509.load_pem_x509_csr(pem)
         key, valid = csr.public_key(), csr.is_signature_valid
-    if not valid:
-        raise InvalidValueError(f"{path} is not signed with its own key")
+    require(valid, f"{path} is not signed with its own key")
     if not _is_strong(key):
         choices = f"P-256, P-384 and RSA of at least {_LEAST_RSA_BITS} bits"
         raise InvalidValueError(f"the kind of the key of {path} is not one of {choices}")
@@ -237,8 +236,7 @@ def _signed(
 
 
 def _alternatives_of(hosts: Sequence[str]) -> list[x509.GeneralName]:
-    if not hosts:
-        raise InvalidValueError("the server has no host; it must have a DNS name or an IP address")
+    require(bool(hosts), "the server has no host; it must have a DNS name or an IP address")
     alternatives: list[x509.GeneralName] = []
     for host in hosts:
         try:

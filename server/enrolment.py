@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 from fedpriv.data.population import plain_id
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.experiment.config import Section, checked, read_toml
+from fedpriv.support.checks import require
 from fedpriv.wire import EnrolledNode
 from fedpriv.wire.naming import MALFORMED, check_node_name, check_user_id, fingerprint_of
 
@@ -56,14 +57,12 @@ class Enrolment:
         if not _ID.fullmatch(self.population_id):
             condition = "it must be 32 lower-case hexadecimal digits, drawn at random"
             raise InvalidValueError(f"population is {self.population_id!r}; {condition}")
-        if not self.users:
-            raise InvalidValueError("nodes: there is none; there must be at least one")
+        require(bool(self.users), "nodes: there is none; there must be at least one")
         users = {node: tuple(self.users[node]) for node in sorted(self.users)}
         node_of: dict[str, str] = {}
         for node, ids in users.items():
             check_node_name(node)
-            if not ids:
-                raise InvalidValueError(f"nodes.{node}.users is empty; it must have at least one")
+            require(bool(ids), f"nodes.{node}.users is empty; it must have at least one")
             for number, user in enumerate(ids):
                 key = f"nodes.{node}.users.{number}"
                 check_user_id(user, key)
@@ -126,8 +125,7 @@ class Enrolment:
 
         The error names no other node.
         """
-        if node not in self._positions:
-            raise InvalidValueError(f"node {node!r} is not enrolled")
+        require(node in self._positions, f"node {node!r} is not enrolled")
         return self._positions[node]
 
     def drawn(self, users: Positions) -> dict[str, Positions]:

@@ -172,8 +172,7 @@ class Roster:
 
     def index(self, node: str) -> int:
         """Return a node's position; raises InvalidValueError if it is not in the roster."""
-        if node not in self._places:
-            raise InvalidValueError(f"node {node!r} is not in the roster of this attempt")
+        require(node in self._places, f"node {node!r} is not in the roster of this attempt")
         return self._places[node]
 
     def member(self, node: str) -> Member:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.support.checks import check_range, hold_plain_numbers
+from fedpriv.support.checks import check_range, hold_plain_numbers, require
 
 Array = npt.NDArray[np.float64]
 Parameters = Mapping[str, npt.NDArray[np.float32]]
@@ -215,8 +215,7 @@ def stepped(
     shapes, expected = _described(step[0]), _described(parameters)
     for n in {**expected, **shapes}:
         shape, limit = shapes.get(n, "absent"), expected.get(n, "absent")
-        if shape != limit:
-            raise InvalidValueError(f"{n!r} is {shape} after update of {kind}; it must be {limit}")
+        require(shape == limit, f"{n!r} is {shape} after update of {kind}; it must be {limit}")
     return {n: np.asarray(step[0][n]) for n in parameters}, step[1]
 
 
@@ -258,7 +257,7 @@ class FedAvg(_Numbers):
 
     def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
         """Take a step along the average."""
-        return _moved(parameters, average, self.learning_rate), state
+        return moved(parameters, average, self.learning_rate), state
 
 
 @dataclass(frozen=True)
@@ -275,7 +274,7 @@ class FedAvgM(_Numbers):
     def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
         """Take a step along the velocity."""
         velocity = {name: self.momentum * m + average[name] for name, m in state.first.items()}
-        return _moved(parameters, velocity, self.learning_rate), OptimizerState(velocity, {})
+        return moved(parameters, velocity, self.learning_rate), OptimizerState(velocity, {})
 
 
 @dataclass(frozen=True)
@@ -300,7 +299,7 @@ class _Adaptive(_Numbers):
         first = {name: decay * m + gain * average[name] for name, m in state.first.items()}
         second = {n: self._second(v, average[n] ** 2) for n, v in state.second.items()}
         direction = {name: m / (np.sqrt(second[name]) + self.tau) for name, m in first.items()}
-        return _moved(parameters, direction, self.learning_rate), OptimizerState(first, second)
+        return moved(parameters, direction, self.learning_rate), OptimizerState(first, second)
 
 
 @dataclass(frozen=True)
@@ -346,7 +345,7 @@ def _filled(parameters: Parameters, value: float) -> Moments:
     return {name: np.full(p.shape, value) for name, p in parameters.items()}
 
 
-def _moved(parameters: Parameters, direction: Average, learning_rate: Rate) -> Parameters:
+def moved(parameters: Parameters, direction: Average, learning_rate: Rate) -> Parameters:
     """Return the parameters after a step, clamped to float32's range so that they stay finite."""
     limit, rate = np.finfo(np.float32).max, rate_of(learning_rate)
     return {

@@ -18,7 +18,7 @@ from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup
 from fedpriv.privacy.round import OpenedSum, PartialSum
 from fedpriv.secure_sums.simulation import simulated_nodes
 from fedpriv.support.checks import check_range, check_ranges, hold_plain_numbers
-from fedpriv.training.optimizers import Rate, RateSchedule, at_round, rate_of
+from fedpriv.training.optimizers import Parameters, Rate, RateSchedule, at_round, moved, rate_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,15 +64,9 @@ class ControlVariates:
 
     def updated(
         self, control: Mapping[str, npt.NDArray[np.float32]], released: Mapping[str, FloatVector]
-    ) -> dict[str, npt.NDArray[np.float32]]:
+    ) -> Parameters:
         """Return the control variate after a round, by parameter, saturated to float32's range."""
-        limit = np.finfo(np.float32).max
-        return {
-            name: np.clip(c + self.rate * released[CONTROL_PREFIX + name], -limit, limit).astype(
-                np.float32
-            )
-            for name, c in control.items()
-        }
+        return moved(control, {n: released[CONTROL_PREFIX + n] for n in control}, self.rate)
 
 
 @dataclass(frozen=True)
