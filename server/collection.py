@@ -236,9 +236,8 @@ class Collection:
         offer = wire.RoundOffer.of(request, seconds, price, ballot.id.nonce, roster)
         self.offer = replace(offer, fixed_length=fixed_length, head=ballot.head)
         # Node → its drawn users; secret.
-        self.drawn = enrolment.drawn(request.users)
-        if self.masked:
-            self.drawn = {member.node: request.users for member in roster}
+        nobody = {member.node: request.users for member in roster}
+        self.drawn = nobody if self.masked else enrolment.drawn(request.users)
         self.deadline = monotonic() + seconds
         self.changed, self.over = asyncio.Event(), False
         self.results: queue.SimpleQueue[PartialSum | None] = queue.SimpleQueue()

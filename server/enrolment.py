@@ -12,7 +12,6 @@ from typing import Annotated, Self
 
 import numpy as np
 from cryptography import x509
-from numpy.typing import NDArray
 from pydantic import AfterValidator, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -21,9 +20,9 @@ from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.experiment.config import Section, checked, read_toml
 from fedpriv.support.checks import require
 from fedpriv.wire import EnrolledNode
+from fedpriv.wire.messages import Positions
 from fedpriv.wire.naming import MALFORMED, check_node_name, check_user_id, fingerprint_of
 
-Positions = NDArray[np.int64]  # users, as ascending positions in the population
 _ID = re.compile("[0-9a-f]{32}")
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
 _LONGEST_SUBJECT = 200  # characters

@@ -62,9 +62,7 @@ class ControlVariates:
         tensors = tuple(CONTROL_PREFIX + name for name in layout.names)
         return VectorGroup(CONTROL_PREFIX + "variates", tensors, self.norm, (1.0,) * len(tensors))
 
-    def updated(
-        self, control: Mapping[str, npt.NDArray[np.float32]], released: Mapping[str, FloatVector]
-    ) -> Parameters:
+    def updated(self, control: Parameters, released: Mapping[str, FloatVector]) -> Parameters:
         """Return the control variate after a round, by parameter, saturated to float32's range."""
         return moved(control, {n: released[CONTROL_PREFIX + n] for n in control}, self.rate)
 
@@ -154,16 +152,16 @@ class RoundRequest:
     run: str
     round: int  # from 1
     attempt: int  # at this round, from 0
-    parameters: Mapping[str, npt.NDArray[np.float32]]  # in the order of the update's layout
+    parameters: Parameters  # in the order of the update's layout
     clipping: Clipping  # of a user's whole contribution: update, metrics and indicator
     local: LocalTraining
     users: npt.NDArray[np.int64]  # positions of the cohort in the population, ascending; secret
     local_key: bytes  # 32 bytes; nodes derive the order of examples and dropout masks from it
     metrics: tuple[Metric, ...] = ()  # reported by users in addition to their update
     # Running statistics of normalisation layers at the start of the round, by name.
-    statistics: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+    statistics: Parameters = field(default_factory=dict)
     # The server's control variate of each parameter, if the local algorithm has any.
-    control: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+    control: Parameters = field(default_factory=dict)
 
     @property
     def measured(self) -> tuple[Metric, ...]:
