@@ -169,8 +169,7 @@ class Journal(InFile):
 
     def answers_since(self, moment: datetime) -> int:
         """Return the number of answers to all populations recorded at this moment or later."""
-        (row,) = self._read("SELECT count(*) FROM answers WHERE at >= ?", _text(moment))
-        return int(row[0])
+        return int(self._read("SELECT count(*) FROM answers WHERE at >= ?", _text(moment))[0][0])
 
     def admit(
         self, population_name: str, series: RoundSeries, part: int, users: NDArray[np.int64]
@@ -217,8 +216,7 @@ class Journal(InFile):
         messages = attempt_message, head_message, wire.COUNTERSIGNATURE.encode(other)
         row = population_name, attempt.run, *(m.SerializeToString() for m in messages)
         with _refusing(), self.database.transaction():
-            insert = "INSERT OR IGNORE INTO equivocations VALUES (?, ?, ?, ?, ?)"
-            self.database.write(insert, row)
+            self.database.write("INSERT OR IGNORE INTO equivocations VALUES (?, ?, ?, ?, ?)", row)
 
     def equivocated(self, population_name: str, run: str) -> bool:
         """Return whether an equivocation of this run was recorded."""

@@ -606,16 +606,12 @@ class OfferPolicy:
             return None
         # One call at a time: the server ends a call for the ledger when the node makes another.
         async with self._checking:
-            delta = self.consent.delta_for(welcome.population)
-            return await self.verifier.examined(welcome, delta)
+            return await self.verifier.examined(welcome, self.consent.delta_for(welcome.population))
 
     async def report(self, welcome: Welcome) -> None:
         """Check the ledger and log its ε, if there is a verifier; errors as `examined`."""
-        if self.verifier is not None and (objection := self._objection_to_population(welcome)):
+        if objection := self._objection_to_population(welcome):
             _log.warning("the ledger is not read: %s", objection)
-            return
-        examined = await self.examined(welcome)
-        if examined is None:
-            return
-        content = len(examined.ledger.rows), examined.epsilon, examined.delta, examined.relation
-        _log.info("the ledger holds %d charges: ε = %.6g at δ = %g, for %s neighbours", *content)
+        elif (examined := await self.examined(welcome)) is not None:
+            found = len(examined.ledger.rows), examined.epsilon, examined.delta, examined.relation
+            _log.info("the ledger holds %d charges: ε = %.6g at δ = %g, for %s neighbours", *found)

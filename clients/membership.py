@@ -18,6 +18,7 @@ from urllib.parse import quote
 import grpc
 import numpy as np
 
+from fedpriv import wire
 from fedpriv.clients.connection import Backoff, FederationStub, identity_of, persist
 from fedpriv.clients.consent import Consent, review_of, unlike
 from fedpriv.clients.journal import Journal
@@ -27,8 +28,8 @@ from fedpriv.clients.worker import HostSettings, Worker, memory_limiter
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError, WireError
 from fedpriv.privacy.round import PartialSum
 from fedpriv.support.logs import expiry, trouble
-from fedpriv.wire import Decline, Hello, Proposal, Receipt, RoundOffer, Terms, Vote, Welcome
-from fedpriv.wire.naming import NEWER
+from fedpriv.wire import Decline, Hello, Proposal, RoundOffer, Terms, Vote, Welcome
+from fedpriv.wire.naming import NEWER, binding_of, countersigned
 
 _DAY_SECONDS = 86_400.0
 _LAST_CHECK_SECONDS = 60.0
@@ -238,7 +239,7 @@ class OfferHandler:
             if objection is None:
                 await self.worker.learn(proposal)
                 if proposal.price.event.secure_sum is not None or proposal.head is not None:
-                    signature = self.secure.countersignature(welcome, proposal)
+                    signature = self._countersignature(welcome, proposal)
         except ModelError as error:
             _log.error("users cannot train as the server proposes: %.400s", error)
             objection = "the node cannot train as proposed"
@@ -248,6 +249,16 @@ class OfferHandler:
         except grpc.aio.AioRpcError as error:
             objection = f"the ledger cannot be fetched: {error.code().name}"
         return Vote(proposal.id, (objection or "")[:_LONGEST_REASON], signature)
+
+    def _countersignature(self, welcome: Welcome, proposal: Proposal) -> wire.Countersignature:
+        """Return the node's signature of a proposal; InvalidValueError: it has no certificate."""
+        event, identity, key = proposal.price.event, self.secure.identity, b""
+        if identity.certificate is None:
+            raise InvalidValueError("the node has no certificate to sign its vote with")
+        binding = binding_of(welcome.population_name, proposal.id, event, proposal.head)
+        if event.secure_sum is not None:
+            key = self.secure.fresh_key(event.secure_sum, binding)
+        return countersigned(identity.node, key, binding, identity.certificate, identity.key)
 
     async def answer(self, welcome: Welcome, offer: RoundOffer, deadline: float) -> None:
         """Answer an offer, or take part in its secure sum, and log the outcome.
@@ -272,7 +283,7 @@ class OfferHandler:
             else:
                 _log.info("%s: answered after %.1f s", name, loop.time() - began)
 
-    async def _send(self, offer: RoundOffer, answer: PartialSum | Decline) -> Receipt:
+    async def _send(self, offer: RoundOffer, answer: PartialSum | Decline) -> wire.Receipt:
         return await persist(lambda: self.server.upload(offer.id, answer), self.backoff)
 
     async def _answer(
@@ -379,7 +390,10 @@ class Membership:
             while True:
                 welcomed, over = await self._connection()
                 if over:
-                    await self._finish()
+                    await self._work.stop()
+                    _log.info("the run is over")
+                    if self._prepared is not None and self._settings.verify_ledger:
+                        await self._report(self._prepared, _LAST_CHECK_SECONDS)
                 if over and self._settings.once:
                     return
                 failures = 0 if welcomed else failures + 1
@@ -507,9 +521,3 @@ class Membership:
             _log.warning("the ledger cannot be fetched: the server does not answer")
         except grpc.aio.AioRpcError as error:
             _log.warning("the ledger cannot be fetched: %s", error.code().name)
-
-    async def _finish(self) -> None:
-        await self._work.stop()
-        _log.info("the run is over")
-        if self._prepared is not None and self._settings.verify_ledger:
-            await self._report(self._prepared, _LAST_CHECK_SECONDS)

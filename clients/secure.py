@@ -15,13 +15,13 @@ import numpy as np
 from fedpriv.clients.connection import Backoff, FederationStub, Identity, persist
 from fedpriv.clients.ledger_check import DISBELIEF, OfferPolicy
 from fedpriv.clients.worker import Worker
-from fedpriv.errors import FedprivError, InvalidValueError
+from fedpriv.errors import FedprivError
 from fedpriv.ledger.events import SecureSum
 from fedpriv.privacy.gaussian_mechanism import rounded_noise
 from fedpriv.privacy.sampling import drawn_users
 from fedpriv.secure_sums.parameters import Grid, SignedVector, share_stddevs
 from fedpriv.secure_sums.protocol import KeyPair, Participant, Verify
-from fedpriv.wire import Countersignature, Proposal, RoundOffer, Stage, Step, Welcome, naming
+from fedpriv.wire import RoundOffer, Stage, Step, Welcome, naming
 
 _log = logging.getLogger(__name__)
 _LEAST_MARGIN = 0.05  # share of the time until the upload's deadline that is kept for the upload
@@ -53,22 +53,13 @@ class SecureSums:
     _pairs: dict[bytes, KeyPair] = field(default_factory=dict, repr=False)  # of the last vote
     _stated: str = ""  # the last statement in the log
 
-    def countersignature(self, welcome: Welcome, proposal: Proposal) -> Countersignature:
-        """Return this node's signature of a proposal, of a secure sum with a fresh key.
-
-        InvalidValueError: the node cannot sign.
-        """
-        event, identity, public = proposal.price.event, self.identity, b""
-        if (certificate := identity.certificate) is None:
-            raise InvalidValueError("the node has no certificate to sign its vote with")
-        binding = naming.binding_of(welcome.population_name, proposal.id, event, proposal.head)
-        if event.secure_sum is not None:
-            if (statement := str(event.secure_sum)) != self._stated:
-                self._stated = statement
-                _log.info("(ε, δ): %s", statement)
-            self._pairs = {binding: KeyPair.fresh()}
-            public = self._pairs[binding].public
-        return naming.countersigned(identity.node, public, binding, certificate, identity.key)
+    def fresh_key(self, secure: SecureSum, binding: bytes) -> bytes:
+        """Return the public part of a fresh key for an attempt; older keys are forgotten."""
+        if (statement := str(secure)) != self._stated:
+            self._stated = statement
+            _log.info("(ε, δ): %s", statement)
+        self._pairs = {binding: KeyPair.fresh()}
+        return self._pairs[binding].public
 
     async def take_part(self, welcome: Welcome, offer: RoundOffer, deadline: float) -> None:
         """Take part in an attempt; `deadline` is that of the upload, on the event loop's clock.
@@ -132,8 +123,7 @@ class SecureSums:
         began, event = loop.time(), offer.price.event
         model = offer.model(self.worker.built.statistics)
         tensors = await persist(lambda: self.server.download(offer.id, model), self.backoff)
-        download_seconds = loop.time() - began
-        margin = max(4.0 * download_seconds, _LEAST_MARGIN * (deadline - began))
+        margin = max(4.0 * (loop.time() - began), _LEAST_MARGIN * (deadline - began))
         until = max(loop.time(), deadline - margin)
         coins = drawn_users(event.sampling, welcome.users.size, os.urandom(32))
         total = np.zeros(offer.clipping.layout.dimension, np.int64)

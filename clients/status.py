@@ -112,8 +112,7 @@ async def _ask(
         async with FederationStub.open(server, identity) as stub, asyncio.timeout(seconds):
             return await call(stub)
     except TimeoutError as error:
-        sentence = f"{server} does not answer within {seconds:g} seconds"
-        raise UnreachableError(sentence) from error
+        raise UnreachableError(f"{server} does not answer within {seconds:g} seconds") from error
     except grpc.aio.AioRpcError as error:
         # The details come from another machine.
         details, code = one_line(error.details() or "")[:400], error.code()

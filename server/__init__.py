@@ -1,9 +1,8 @@
 """The server of a deployment: it runs rounds on enrolled nodes over gRPC.
 
 Read `deployment` first, which is `fedpriv serve` as a whole. `enrolment` and `certificates` define
-users and nodes, `front` accepts connections and passes on what callers may send, `authentication`
-identifies them, `collection` and `service` carry out a round, and `monitoring` informs the
-operator.
+users and nodes, `gateway` accepts connections, identifies callers and passes on what they may send,
+`collection` and `service` carry out a round, and `monitoring` informs the operator.
 """
 
 if __name__ != "fedpriv.server":

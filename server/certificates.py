@@ -9,8 +9,10 @@ atomically. Other users can never read a key, not even while it is written.
 """
 
 import ipaddress
+import logging
 import re
 import secrets
+import ssl
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -22,9 +24,11 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 
 from fedpriv.errors import InvalidValueError
+from fedpriv.support.checks import require
 from fedpriv.support.disk import write_atomically
 from fedpriv.wire import naming
 
+_log = logging.getLogger(__name__)
 YEAR = timedelta(days=365)
 _AUTHORITY_LIFETIME = 10 * YEAR
 _CLOCK_SKEW = timedelta(minutes=5)
@@ -43,9 +47,38 @@ def load_ca(path: Path) -> x509.Certificate:
     with naming.parsing(path, "an authority's certificate") as pem:
         ca = x509.load_pem_x509_certificate(pem)
         constraints = ca.extensions.get_extension_for_class(x509.BasicConstraints).value
-    if not constraints.ca:
-        raise InvalidValueError(f"{path} is not an authority's certificate, but one issued by it")
+    require(constraints.ca, f"{path} is not an authority's certificate, but one issued by it")
     return ca
+
+
+def tls_context(folder: Path) -> ssl.SSLContext:
+    """Return TLS that presents the server's certificate and requires one from every peer.
+
+    InvalidValueError: a file is missing or malformed, the key does not fit the certificate, or the
+    certificate is not for a server. If the authority in the same folder did not issue the
+    certificate, a warning is logged, because nodes that trust only that authority cannot connect.
+    """
+    ca, certificate, key = [folder / n for n in ("ca.pem", "server.pem", "server.key")]
+    authority, loaded = load_ca(ca), naming.load_certificate(certificate)
+    naming.check_key(key, naming.read_key(key), loaded)
+    if not naming.for_servers(loaded):
+        raise InvalidValueError(
+            f"{certificate} is not a certificate for a server (extended key usage serverAuth); "
+            "`fedpriv certs server` issues one"
+        )
+    if not naming.issued_by([authority], loaded):
+        _log.warning(
+            "%s is not issued by ca.pem beside it: nodes that trust that one cannot connect",
+            certificate,
+        )
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    # Older versions renegotiate and keep sessions, which costs time and memory.
+    tls.minimum_version, tls.verify_mode = ssl.TLSVersion.TLSv1_3, ssl.CERT_REQUIRED
+    tls.num_tickets = 0  # for sessions
+    tls.set_alpn_protocols(["h2"])
+    tls.load_cert_chain(certificate, key)
+    tls.load_verify_locations(ca)
+    return tls
 
 
 class Issued(NamedTuple):
@@ -137,8 +170,7 @@ def _load_request(path: Path) -> tuple[str, _PublicKey]:
     with naming.parsing(path, "a certificate signing request") as pem:
         csr = x509.load_pem_x509_csr(pem)
         key, valid = csr.public_key(), csr.is_signature_valid
-    if not valid:
-        raise InvalidValueError(f"{path} is not signed with its own key")
+    require(valid, f"{path} is not signed with its own key")
     if not _is_strong(key):
         choices = f"P-256, P-384 and RSA of at least {_LEAST_RSA_BITS} bits"
         raise InvalidValueError(f"the kind of the key of {path} is not one of {choices}")
@@ -181,8 +213,10 @@ def _signed(
     authority = ca is None
     subject = issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     if ca is not None:
-        issuer = ca.subject
-        _check_validity(begin, lifetime, ca.not_valid_after_utc)
+        issuer, authority_end = ca.subject, ca.not_valid_after_utc
+        if not timedelta(0) < lifetime <= authority_end - begin:
+            condition = f"it must be positive and end before the authority's, at {authority_end}"
+            raise InvalidValueError(f"the lifetime is {lifetime}; {condition}")
     usages = {"digital_signature": not authority, "key_cert_sign": authority}
     extensions: list[tuple[x509.ExtensionType, bool]] = [
         (x509.SubjectKeyIdentifier.from_public_key(key), False),
@@ -201,15 +235,8 @@ def _signed(
     return builder.sign(signer, hashes.SHA256())
 
 
-def _check_validity(begin: datetime, lifetime: timedelta, authority_end: datetime) -> None:
-    if not timedelta(0) < lifetime <= authority_end - begin:
-        condition = f"it must be positive and end before the authority's, at {authority_end}"
-        raise InvalidValueError(f"the lifetime is {lifetime}; {condition}")
-
-
 def _alternatives_of(hosts: Sequence[str]) -> list[x509.GeneralName]:
-    if not hosts:
-        raise InvalidValueError("the server has no host; it must have a DNS name or an IP address")
+    require(bool(hosts), "the server has no host; it must have a DNS name or an IP address")
     alternatives: list[x509.GeneralName] = []
     for host in hosts:
         try:

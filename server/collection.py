@@ -236,9 +236,8 @@ class Collection:
         offer = wire.RoundOffer.of(request, seconds, price, ballot.id.nonce, roster)
         self.offer = replace(offer, fixed_length=fixed_length, head=ballot.head)
         # Node → its drawn users; secret.
-        self.drawn = enrolment.drawn(request.users)
-        if self.masked:
-            self.drawn = {member.node: request.users for member in roster}
+        nobody = {member.node: request.users for member in roster}
+        self.drawn = nobody if self.masked else enrolment.drawn(request.users)
         self.deadline = monotonic() + seconds
         self.changed, self.over = asyncio.Event(), False
         self.results: queue.SimpleQueue[PartialSum | None] = queue.SimpleQueue()
@@ -470,8 +469,7 @@ class SecureCollection:
     def __post_init__(self) -> None:
         self._began, names = monotonic(), self.roster.names
         self._least = len(names) - self.secure.dropouts
-        attempt = self.collection.offer.id
-        self.exchange = Exchange(attempt, names, self._least, self.absent)
+        self.exchange = Exchange(self.collection.offer.id, names, self._least, self.absent)
         self._sharers: list[str] = []
         self._survivors: list[str] = []
         self._grid = Grid.of(self.collection.offer.price.event, len(names))

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import resource
 import signal
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from cryptography import x509
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 
@@ -39,15 +41,16 @@ from fedpriv.report.tables import screen
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import Run, RunSetup
 from fedpriv.run.terminal import execute, released_text
-from fedpriv.server.authentication import Authentication, Endpoint, RateLimit, endpoint_of
+from fedpriv.server import gateway
+from fedpriv.server.certificates import tls_context
 from fedpriv.server.collection import Ballot, Collection, End, Exchange, SecureCollection, SignHead
-from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.front import listening_sockets
+from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
 from fedpriv.server.monitoring import Metrics
 from fedpriv.server.service import Listener, Service, TransferLimits, check_connections, listening
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.request import RoundRequest, Transport
 from fedpriv.training.rounds import OnRound, RoundResult, Stop, checkpoints, load_checkpoint
+from fedpriv.wire import naming
 from fedpriv.wire.naming import Address, binding_of, roster_of, signed_head
 
 _log = logging.getLogger(__name__)
@@ -223,6 +226,54 @@ class GrpcTransport(Transport):
             collection.finish()
 
 
+@dataclass(frozen=True)
+class Endpoint:
+    """An address, and how the server identifies the callers that connect to it."""
+
+    address: Address
+    tls: ssl.SSLContext | None  # None: plain text
+    identify: gateway.Identify
+    certificate: x509.Certificate | None = None  # of the server
+    key: bytes = field(default=b"", repr=False)  # of the certificate, in PEM
+
+
+def endpoint_of(section: FederationSection, *, insecure: bool) -> Endpoint:
+    """Return the endpoint that a configuration describes.
+
+    With `insecure`, the endpoint speaks plain text and believes the name that a node states; it
+    must be a loopback address. Otherwise the server's certificates must be usable, and the
+    certificate of at least one node must be enrolled. InvalidValueError if a condition fails.
+    """
+    address = Address.parse(section.address, "federation.address")
+    if section.enrolment is None:
+        raise InvalidValueError("federation.enrolment is absent; a server must have it")
+    if insecure and section.secure_sum is not None:
+        raise InvalidValueError(
+            'federation.trust is "none" and --insecure is given; nodes sign their keys with '
+            "certificates, so that --insecure must be left out"
+        )
+    if insecure:
+        address.check_loopback("federation.address")
+        _log.warning("plain text: any process on this machine can claim to be any node")
+        return Endpoint(address, None, gateway.by_declaration)
+    if section.certificates is None:
+        raise InvalidValueError(
+            "federation.certificates is absent; it must be a folder with ca.pem, server.pem "
+            "and server.key, as `fedpriv certs init` makes it, or --insecure be given"
+        )
+    certificates = EnrolledCertificates(Path(section.enrolment))
+    folder = Path(section.certificates)
+    tls = tls_context(folder)
+    if not certificates.nodes():
+        raise InvalidValueError(
+            f"{section.enrolment} enrols no certificate; each node's table must have the key "
+            "certificate, with the fingerprint that `fedpriv certs sign` prints"
+        )
+    certificate = naming.load_certificate(folder / "server.pem")
+    key = naming.read_key(folder / "server.key")
+    return Endpoint(address, tls, gateway.by_certificate(certificates), certificate, key)
+
+
 def serve(
     file: Path, assignments: list[str], out: Path | None, *, insecure: bool, leave: bool, **how: Any
 ) -> Run:
@@ -241,8 +292,10 @@ def serve(
         raise InvalidValueError(f"{file} has no section federation, which `fedpriv serve` needs")
     endpoint = endpoint_of(section, insecure=insecure)
     enrolment = Enrolment.load(Path(str(section.enrolment)))
-    enrolment.check_least(section.least_nodes)
-    check_connections(len(enrolment.nodes))
+    if section.least_nodes > (nodes := len(enrolment.nodes)):
+        condition = f"it must be at most {nodes}, the number of enrolled nodes"
+        raise InvalidValueError(f"federation.least_nodes is {section.least_nodes}; {condition}")
+    check_connections(nodes)
     addresses = {"federation.address": endpoint.address}
     if section.metrics_address is not None:
         key = "federation.metrics_address"
@@ -331,7 +384,7 @@ def _check_free(addresses: Mapping[str, Address]) -> None:
     """Raise InvalidValueError unless the server can listen on all addresses at once."""
     with ExitStack() as resources:
         for key, address in addresses.items():
-            for listener in listening_sockets(address, f"{key} is {address}, where")[0]:
+            for listener in gateway.listening_sockets(address, f"{key} is {address}, where")[0]:
                 resources.enter_context(listener)
 
 
@@ -343,8 +396,8 @@ def _service(
     memory = section.transfer_mebibytes * 2**20
     dimension = experiment.plan.mechanism.clipping.layout.dimension
     limits = TransferLimits.within(memory, dimension, section.transfer_seconds)
-    rates = RateLimit(section.calls_per_minute)
-    authentication = Authentication(endpoint.identify, enrolment, rates)
+    rates = gateway.RateLimit(section.calls_per_minute)
+    authentication = gateway.Authentication(endpoint.identify, enrolment, rates)
     status = status_at_start(experiment.plan, experiment.budget, enrolment)
     return Service(authentication, welcome_of, status, limits)
 

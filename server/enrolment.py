@@ -12,17 +12,17 @@ from typing import Annotated, Self
 
 import numpy as np
 from cryptography import x509
-from numpy.typing import NDArray
 from pydantic import AfterValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from fedpriv.data.population import plain_id
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.experiment.config import Section, checked, read_toml
+from fedpriv.support.checks import require
 from fedpriv.wire import EnrolledNode
+from fedpriv.wire.messages import Positions
 from fedpriv.wire.naming import MALFORMED, check_node_name, check_user_id, fingerprint_of
 
-Positions = NDArray[np.int64]  # users, as ascending positions in the population
 _ID = re.compile("[0-9a-f]{32}")
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
 _LONGEST_SUBJECT = 200  # characters
@@ -56,14 +56,12 @@ class Enrolment:
         if not _ID.fullmatch(self.population_id):
             condition = "it must be 32 lower-case hexadecimal digits, drawn at random"
             raise InvalidValueError(f"population is {self.population_id!r}; {condition}")
-        if not self.users:
-            raise InvalidValueError("nodes: there is none; there must be at least one")
+        require(bool(self.users), "nodes: there is none; there must be at least one")
         users = {node: tuple(self.users[node]) for node in sorted(self.users)}
         node_of: dict[str, str] = {}
         for node, ids in users.items():
             check_node_name(node)
-            if not ids:
-                raise InvalidValueError(f"nodes.{node}.users is empty; it must have at least one")
+            require(bool(ids), f"nodes.{node}.users is empty; it must have at least one")
             for number, user in enumerate(ids):
                 key = f"nodes.{node}.users.{number}"
                 check_user_id(user, key)
@@ -121,19 +119,12 @@ class Enrolment:
             for node, ids in self.users.items()
         )
 
-    def check_least(self, nodes: int) -> None:
-        """Raise InvalidValueError if fewer nodes are enrolled than a round needs."""
-        if nodes > len(self.nodes):
-            condition = f"it must be at most {len(self.nodes)}, the number of enrolled nodes"
-            raise InvalidValueError(f"federation.least_nodes is {nodes}; {condition}")
-
     def users_of(self, node: str) -> Positions:
         """Return the positions of a node's users, ascending, read-only; InvalidValueError if none.
 
         The error names no other node.
         """
-        if node not in self._positions:
-            raise InvalidValueError(f"node {node!r} is not enrolled")
+        require(node in self._positions, f"node {node!r} is not enrolled")
         return self._positions[node]
 
     def drawn(self, users: Positions) -> dict[str, Positions]:
@@ -254,8 +245,7 @@ class _EnrolmentFile(Section):
     @property
     def certificates(self) -> dict[str, str]:
         """Fingerprint → name of each node that has a certificate."""
-        nodes = self.nodes.items()
-        return {node.certificate: name for name, node in nodes if node.certificate}
+        return {node.certificate: name for name, node in self.nodes.items() if node.certificate}
 
     @model_validator(mode="after")
     def _check_distinct(self) -> Self:

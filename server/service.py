@@ -24,9 +24,9 @@ from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.ledger import Head
 from fedpriv.report.records import Trouble
 from fedpriv.secure_sums.protocol import PUBLIC_BYTES
-from fedpriv.server.authentication import NODE, Authentication, Context, RefusedCallError
+from fedpriv.server import gateway
 from fedpriv.server.collection import Ballot, Collection, Connection, Connections, End, Exchange
-from fedpriv.server.front import Front, listening_sockets
+from fedpriv.server.gateway import NODE, Authentication, Context, RefusedCallError
 from fedpriv.wire import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, parse
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import SERVICE, Address, binding_of, certificate_of
@@ -349,9 +349,8 @@ class Service:
             sentence = "the node that says hello is not the one of the certificate"
             raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, sentence)
         if hello.users_sha256 != self._digests[node]:
-            reason = "the node holds other users than are enrolled at it"
-            self.sites.trouble(node, Trouble.ENROLMENT, reason)
             sentence = "the node holds other users than are enrolled at it"
+            self.sites.trouble(node, Trouble.ENROLMENT, sentence)
             raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
 
     async def download(self, request: pb.RoundId, context: Context) -> None:
@@ -507,10 +506,10 @@ def listening(service: Service, address: Address, tls: ssl.SSLContext | None) ->
         folder = TemporaryDirectory(prefix="fedpriv-")  # that only this user may enter
         with ExitStack() as resources:
             path = Path(resources.enter_context(folder))
-            sockets, bound = listening_sockets(address, f"on {address}")
+            sockets, bound = gateway.listening_sockets(address, f"on {address}")
             for listener in sockets:
                 resources.enter_context(listener)
-            front = Front(service.authentication, tls, most_connections())
+            front = gateway.Front(service.authentication, tls, most_connections())
             server = await _begun(service, front, path)
             accepting = [loop.create_task(front.accept(listener)) for listener in sockets]
             started.set_result(Listener(bound, service, loop))
@@ -543,7 +542,7 @@ def listening(service: Service, address: Address, tls: ssl.SSLContext | None) ->
         thread.join()
 
 
-async def _begun(service: Service, front: Front, folder: Path) -> grpc.aio.Server:
+async def _begun(service: Service, front: gateway.Front, folder: Path) -> grpc.aio.Server:
     """Start a gRPC server behind the front, at a new socket in the folder."""
     server = grpc.aio.server(options=OPTIONS)
     server.add_generic_rpc_handlers([_generic_handler(service)])

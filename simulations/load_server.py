@@ -15,14 +15,14 @@ import numpy as np
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.experiment.config import FederationSection
 from fedpriv.privacy.round import add_up
-from fedpriv.server.authentication import (
+from fedpriv.server.collection import End
+from fedpriv.server.deployment import GrpcTransport
+from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
+from fedpriv.server.gateway import (
     Authentication,
     RateLimit,
     by_certificate,
 )
-from fedpriv.server.collection import End
-from fedpriv.server.deployment import GrpcTransport
-from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
 from fedpriv.server.service import Listener, Service, TransferLimits, listening
 from fedpriv.wire import CHUNK_BYTES, Price, RunState, Status, TaskDescription, Welcome
 from fedpriv.wire.naming import Address

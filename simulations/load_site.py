@@ -13,7 +13,7 @@ import tomli_w
 from fedpriv.privacy.clipping import Clipping, IntegerVector
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.server import certificates
-from fedpriv.server.authentication import tls_context
+from fedpriv.server.certificates import tls_context
 from fedpriv.training.request import LocalTraining, RoundRequest
 from simulations.loopback import issue
 

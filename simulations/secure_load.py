@@ -39,10 +39,10 @@ from fedpriv.privacy.gaussian_mechanism import GaussianMechanism
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.round import PartialSum, add_up
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.server.authentication import Authentication, RateLimit, by_certificate
 from fedpriv.server.collection import End
 from fedpriv.server.deployment import GrpcTransport
 from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
+from fedpriv.server.gateway import Authentication, RateLimit, by_certificate
 from fedpriv.server.service import Service, TransferLimits, listening
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import (

@@ -28,8 +28,7 @@ def in_places(users: UserStore, examples_per_user: int) -> UserStore:
     Places have no ids.
     """
     k = check_count("examples_per_user", examples_per_user)
-    shared = ROW_OWNERS in users.fields
-    rows = shared_among(users, k) if shared else _evenly_spaced(users, k)
+    rows = (shared_among if ROW_OWNERS in users.fields else _evenly_spaced)(users, k)
     counts = np.diff(np.searchsorted(rows, users.offsets))
     is_filled = np.arange(k) < counts[:, np.newaxis]
     fields = users.fields if len(rows) == users.rows else users.take(rows)

@@ -45,7 +45,7 @@ from fedpriv.data.columns import (
     to_array,
 )
 from fedpriv.errors import DataError, InvalidValueError
-from fedpriv.support.checks import check_range, check_types
+from fedpriv.support.checks import check_range, check_types, require
 from fedpriv.support.disk import sync
 from fedpriv.support.importing import call_imported, import_function
 
@@ -182,8 +182,7 @@ class UserStore:
         """Return a store of users at distinct positions, with their ids and copies of rows."""
         positions = np.asarray(users, dtype=None if len(users) else np.int64)
         _check_positions("users", positions, self.population)
-        if positions.ndim != 1:
-            raise InvalidValueError(f"users have shape {positions.shape}; they must be a list")
+        require(positions.ndim == 1, f"users have shape {positions.shape}; they must be a list")
         starts = self.offsets[positions]
         sizes = self.offsets[positions + 1] - starts
         offsets = offsets_of(sizes)
@@ -517,8 +516,7 @@ def cut_up(population: Population, rows: int, called: str) -> Population:
     fields = {field: column for field, column in users.fields.items() if field != ROW_OWNERS}
     store = UserStore(fields, np.append(starts, users.rows), ids_of_pieces)
     succeeds = population.succeeds and f"{population.succeeds}; {called}"
-    name = f"{population.name}; {called}"
-    return replace(population, name=name, users=store, succeeds=succeeds)
+    return replace(population, name=f"{population.name}; {called}", users=store, succeeds=succeeds)
 
 
 def sharing(users: UserStore) -> str:

@@ -111,7 +111,7 @@ def hits(view: Seen) -> Tensor:
     """
     scores = _classified(view, "accuracy")
     is_right = (scores.argmax(-1) == view.targets) & ~scores.isnan().any(-1)
-    return _per_row(is_right[..., None], view.counts)
+    return per_row(is_right[..., None], view.counts)
 
 
 def are_classes(view: Seen) -> bool:
@@ -154,7 +154,7 @@ def _classes(view: Seen) -> Tensor:
     return torch.where(view.counts, view.targets.long(), 0)
 
 
-def _per_row(values: Tensor, counts: Tensor) -> Tensor:
+def per_row(values: Tensor, counts: Tensor) -> Tensor:
     """Return each row's sums over targets that count, and their number: [n, …, k] → [n, k+1]."""
     weights = counts.double()[..., None]
     masked = torch.where(counts[..., None], values.double(), 0.0)  # a product would keep NaN
@@ -174,7 +174,7 @@ def _mean_of(
 ) -> Sums:
     """Return the figure `then(mean)` for the mean of `of_targets`, [n, …], over targets."""
     return Sums(
-        lambda view: _per_row(of_targets(view)[..., None], view.counts),
+        lambda view: per_row(of_targets(view)[..., None], view.counts),
         lambda sums: then(_mean(sums)),
     )
 
@@ -248,7 +248,7 @@ def _of_classes(
             labels = functional.one_hot(_classes(view), count).bool()
             guesses = functional.one_hot(scores.argmax(-1), count).bool()
             guesses &= ~scores.isnan().any(-1, keepdim=True)
-            return _per_row(torch.cat([labels & guesses, guesses, labels], -1), view.counts)
+            return per_row(torch.cat([labels & guesses, guesses, labels], -1), view.counts)
 
         def finish(sums: Tensor) -> Tensor:
             values = value(*sums[:, :-1].chunk(3, 1))
@@ -275,12 +275,11 @@ def _calibration_error(bins: int = 15) -> Sums:
     check_range("bins of calibration-error", bins, "whole")
 
     def gaps(view: Seen) -> Tensor:
-        probabilities = _classified(view, "calibration-error").double().softmax(-1)
-        confidence, predicted = probabilities.max(-1)
+        confidence, predicted = _classified(view, "calibration-error").double().softmax(-1).max(-1)
         places = (confidence * bins).ceil().long().clamp(1, bins) - 1
         gap = (predicted == view.targets).double() - confidence
         in_bin = functional.one_hot(places, bins).bool()
-        return _per_row(torch.where(in_bin, gap[..., None], 0.0), view.counts)
+        return per_row(torch.where(in_bin, gap[..., None], 0.0), view.counts)
 
     return Sums(gaps, lambda sums: sums[:, :-1].abs().sum(1) / sums[:, -1])
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedpriv.errors import InvalidValueError, ModelError, known_names
-from fedpriv.measures.figures import Seen, Sums, hits, losses
+from fedpriv.measures.figures import Seen, Sums, hits, losses, per_row
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.support.checks import check_range, plain_numbers, require
 from fedpriv.support.importing import check_options, import_function
@@ -206,10 +206,7 @@ def _mean_over(
                 f"metric {metric.name!r} gives shape {list(values.shape)} for {expected[0]} "
                 f"examples; it must be {list(expected)}"
             )
-        counts = weigh(view)[:, None]
-        # A product with zero would keep NaN.
-        masked = torch.where(counts, values.double().reshape(len(values), -1), 0.0)
-        return torch.cat([masked, counts.double()], 1)
+        return per_row(values.reshape(len(values), -1), weigh(view))
 
     def finish(sums: Tensor) -> Tensor:
         return (sums[:, :-1] / sums[:, -1:]).reshape(-1, *metric.shape)

@@ -172,8 +172,7 @@ class Roster:
 
     def index(self, node: str) -> int:
         """Return a node's position; raises InvalidValueError if it is not in the roster."""
-        if node not in self._places:
-            raise InvalidValueError(f"node {node!r} is not in the roster of this attempt")
+        require(node in self._places, f"node {node!r} is not in the roster of this attempt")
         return self._places[node]
 
     def member(self, node: str) -> Member:
@@ -425,8 +424,7 @@ def _restored(
     It is restored from the first τ successive shares whose result matches the public key.
     """
     points = [(x, int.from_bytes(y, "big")) for x, y in shares.items() if len(y) == _SHARE_BYTES]
-    starts = range(len(points) if len(points) >= threshold else 0)
-    for start in starts:
+    for start in range(len(points) if len(points) >= threshold else 0):
         number = _at_zero([points[(start + offset) % len(points)] for offset in range(threshold)])
         if number < 2**256:
             secret = number.to_bytes(_SECRET_BYTES, "big")

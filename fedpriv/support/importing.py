@@ -152,8 +152,7 @@ class Choice(Generic[_Kind]):
             raise InvalidValueError(f"{what} is {actual}; it must be derived from {base}")
         parameters = inspect.signature(kind).parameters
         arguments = {k: v for k, v in optional.items() if k in parameters} | {**options}
-        value = call_imported(what, kind, arguments, InvalidValueError, raised_with)
-        return cast(_Kind, value)
+        return cast(_Kind, call_imported(what, kind, arguments, InvalidValueError, raised_with))
 
     def name_of(self, value: object) -> str:
         """Return the short name of an object's class, or its import path."""

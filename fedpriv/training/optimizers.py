@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.support.checks import check_range, hold_plain_numbers
+from fedpriv.support.checks import check_range, hold_plain_numbers, require
 
 Array = npt.NDArray[np.float64]
 Parameters = Mapping[str, npt.NDArray[np.float32]]
@@ -160,6 +160,14 @@ SCHEDULES: Mapping[str, type[RateSchedule]] = {  # values of learning_rate.sched
 Rate = float | RateSchedule
 
 
+def rate_of(learning_rate: Rate) -> float:
+    """Return a learning rate as a number; InvalidValueError if it is still a schedule."""
+    if isinstance(learning_rate, RateSchedule):
+        setting = f"learning_rate is {learning_rate}"
+        raise InvalidValueError(f"{setting}; a step needs a number: call `at` with a round")
+    return learning_rate
+
+
 _RANGES = {"rounds": "whole", "factor": "(0, 1]", "tau": "(0, inf)"}
 _RANGES |= dict.fromkeys(("momentum", "beta1", "beta2"), "[0, 1)")
 
@@ -207,8 +215,7 @@ def stepped(
     shapes, expected = _described(step[0]), _described(parameters)
     for n in {**expected, **shapes}:
         shape, limit = shapes.get(n, "absent"), expected.get(n, "absent")
-        if shape != limit:
-            raise InvalidValueError(f"{n!r} is {shape} after update of {kind}; it must be {limit}")
+        require(shape == limit, f"{n!r} is {shape} after update of {kind}; it must be {limit}")
     return {n: np.asarray(step[0][n]) for n in parameters}, step[1]
 
 
@@ -250,7 +257,7 @@ class FedAvg(_Numbers):
 
     def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
         """Take a step along the average."""
-        return _moved(parameters, average, self.learning_rate), state
+        return moved(parameters, average, self.learning_rate), state
 
 
 @dataclass(frozen=True)
@@ -267,7 +274,7 @@ class FedAvgM(_Numbers):
     def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
         """Take a step along the velocity."""
         velocity = {name: self.momentum * m + average[name] for name, m in state.first.items()}
-        return _moved(parameters, velocity, self.learning_rate), OptimizerState(velocity, {})
+        return moved(parameters, velocity, self.learning_rate), OptimizerState(velocity, {})
 
 
 @dataclass(frozen=True)
@@ -292,7 +299,7 @@ class _Adaptive(_Numbers):
         first = {name: decay * m + gain * average[name] for name, m in state.first.items()}
         second = {n: self._second(v, average[n] ** 2) for n, v in state.second.items()}
         direction = {name: m / (np.sqrt(second[name]) + self.tau) for name, m in first.items()}
-        return _moved(parameters, direction, self.learning_rate), OptimizerState(first, second)
+        return moved(parameters, direction, self.learning_rate), OptimizerState(first, second)
 
 
 @dataclass(frozen=True)
@@ -338,13 +345,10 @@ def _filled(parameters: Parameters, value: float) -> Moments:
     return {name: np.full(p.shape, value) for name, p in parameters.items()}
 
 
-def _moved(parameters: Parameters, direction: Average, learning_rate: Rate) -> Parameters:
+def moved(parameters: Parameters, direction: Average, learning_rate: Rate) -> Parameters:
     """Return the parameters after a step, clamped to float32's range so that they stay finite."""
-    if isinstance(learning_rate, RateSchedule):
-        setting = f"learning_rate is {learning_rate}"
-        raise InvalidValueError(f"{setting}; a step needs a number: call `at` with a round")
-    limit = np.finfo(np.float32).max
+    limit, rate = np.finfo(np.float32).max, rate_of(learning_rate)
     return {
-        name: np.clip(learning_rate * direction[name] + p, -limit, limit).astype(np.float32)
+        name: np.clip(rate * direction[name] + p, -limit, limit).astype(np.float32)
         for name, p in parameters.items()
     }

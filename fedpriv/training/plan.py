@@ -28,7 +28,7 @@ from fedpriv.privacy.gaussian_mechanism import (
 )
 from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup, check_partition
 from fedpriv.privacy.sampling import Sampling
-from fedpriv.support.checks import check_ranges, epsilon_up, hold_numbers, text_down
+from fedpriv.support.checks import check_ranges, epsilon_up, hold_numbers, require, text_down
 from fedpriv.training.optimizers import FedAvg, Parameters, ServerOptimizer, schedules_of
 from fedpriv.training.request import ControlVariates, LocalTraining
 
@@ -115,8 +115,7 @@ class RunningStatistics:
         sizes = zip(self.layers, self.channels, strict=True)
         expected = {name: (size,) for layer, size in sizes for name in _names(layer)}
         shapes = {name: tensor.shape for name, tensor in statistics.items()}
-        if shapes != expected:
-            raise InvalidValueError(f"running statistics are {shapes}; they must be {expected}")
+        require(shapes == expected, f"running statistics are {shapes}; they must be {expected}")
 
 
 def _names(layer: str) -> tuple[str, str]:

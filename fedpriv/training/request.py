@@ -18,7 +18,7 @@ from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup
 from fedpriv.privacy.round import OpenedSum, PartialSum
 from fedpriv.secure_sums.simulation import simulated_nodes
 from fedpriv.support.checks import check_range, check_ranges, hold_plain_numbers
-from fedpriv.training.optimizers import Rate, RateSchedule, at_round
+from fedpriv.training.optimizers import Parameters, Rate, RateSchedule, at_round, moved, rate_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,17 +62,9 @@ class ControlVariates:
         tensors = tuple(CONTROL_PREFIX + name for name in layout.names)
         return VectorGroup(CONTROL_PREFIX + "variates", tensors, self.norm, (1.0,) * len(tensors))
 
-    def updated(
-        self, control: Mapping[str, npt.NDArray[np.float32]], released: Mapping[str, FloatVector]
-    ) -> dict[str, npt.NDArray[np.float32]]:
+    def updated(self, control: Parameters, released: Mapping[str, FloatVector]) -> Parameters:
         """Return the control variate after a round, by parameter, saturated to float32's range."""
-        limit = np.finfo(np.float32).max
-        return {
-            name: np.clip(c + self.rate * released[CONTROL_PREFIX + name], -limit, limit).astype(
-                np.float32
-            )
-            for name, c in control.items()
-        }
+        return moved(control, {n: released[CONTROL_PREFIX + n] for n in control}, self.rate)
 
 
 @dataclass(frozen=True)
@@ -123,10 +115,7 @@ class LocalTraining:
     @property
     def rate(self) -> float:
         """The learning rate as a number; InvalidValueError if it is still a schedule."""
-        if isinstance(self.learning_rate, int | float):
-            return self.learning_rate
-        setting = f"learning_rate is {self.learning_rate}"
-        raise InvalidValueError(f"{setting}; a step needs a number: call `at` with a round")
+        return rate_of(self.learning_rate)
 
     def at(self, number: int) -> Self:
         """Return the settings for a round, from 1, with a schedule replaced by its value."""
@@ -163,16 +152,16 @@ class RoundRequest:
     run: str
     round: int  # from 1
     attempt: int  # at this round, from 0
-    parameters: Mapping[str, npt.NDArray[np.float32]]  # in the order of the update's layout
+    parameters: Parameters  # in the order of the update's layout
     clipping: Clipping  # of a user's whole contribution: update, metrics and indicator
     local: LocalTraining
     users: npt.NDArray[np.int64]  # positions of the cohort in the population, ascending; secret
     local_key: bytes  # 32 bytes; nodes derive the order of examples and dropout masks from it
     metrics: tuple[Metric, ...] = ()  # reported by users in addition to their update
     # Running statistics of normalisation layers at the start of the round, by name.
-    statistics: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+    statistics: Parameters = field(default_factory=dict)
     # The server's control variate of each parameter, if the local algorithm has any.
-    control: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+    control: Parameters = field(default_factory=dict)
 
     @property
     def measured(self) -> tuple[Metric, ...]:

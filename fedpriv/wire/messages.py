@@ -27,6 +27,7 @@ from fedpriv.privacy.round import PartialSum
 from fedpriv.secure_sums.protocol import PUBLIC_BYTES
 from fedpriv.support.checks import require
 from fedpriv.training.local import ALGORITHMS
+from fedpriv.training.optimizers import Parameters
 from fedpriv.training.request import CONTROL_PREFIX, LocalTraining, RoundRequest
 from fedpriv.wire import codec
 from fedpriv.wire import federation_pb2 as pb
@@ -43,8 +44,7 @@ _MOST_MARKS = 2**17
 _ALGORITHMS: Mapping[str, type[LocalTraining]] = {"": LocalTraining, **ALGORITHMS}
 _USERS_OF_32_BITS = 63  # each adds less than 2^25 to a component
 
-Parameters = Mapping[str, npt.NDArray[np.float32]]
-Positions = npt.NDArray[np.int64]
+Positions = npt.NDArray[np.int64]  # users, as ascending positions in the population
 Name = Annotated[str, codec.length(1, codec.MAX_NAME)]
 Text = Annotated[str, codec.length(0, codec.MAX_NAME)]
 Bytes32 = Annotated[bytes, codec.length(32, 32)]
@@ -294,8 +294,7 @@ class RoundOffer(Checked):
 
     def model(self, statistics: Layout) -> Layout:
         """Return the layout of `model_of` the request, for a task with these statistics."""
-        statistic_shapes = dict(zip(statistics.names, statistics.shapes, strict=True))
-        shapes = {**update_of(self), **statistic_shapes}
+        shapes = update_of(self) | dict(zip(statistics.names, statistics.shapes, strict=True))
         return Layout(tuple(shapes), tuple(shapes.values()))
 
     def request(self, tensors: Tensors) -> RoundRequest:

@@ -23,6 +23,7 @@ from fedpriv.ledger import Head
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import event_text
 from fedpriv.secure_sums.protocol import Member, Roster, key_statement
+from fedpriv.support.checks import require
 from fedpriv.wire.messages import Countersignature, RoundId, SignedHead
 
 SERVICE = "fedpriv.v1.Federation"
@@ -159,8 +160,7 @@ def node_named(by: x509.Certificate | x509.CertificateSigningRequest, what: Path
     """
     try:
         names = by.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-        if len(names) != 1:
-            raise InvalidValueError(f"it has {len(names)} common names; it must have one")
+        require(len(names) == 1, f"it has {len(names)} common names; it must have one")
         return check_node_name(str(names[0].value))
     except MALFORMED as error:
         raise InvalidValueError(f"{what} does not name a node: {error}") from error
@@ -239,8 +239,7 @@ def certificate_of(of: Countersignature, binding: bytes) -> x509.Certificate:
         valid = has_signed(certificate, key_statement(binding, of.node, of.key), of.signature)
     except MALFORMED as error:
         raise InvalidValueError(f"the certificate of node {of.node!r} is malformed") from error
-    if not valid:
-        raise InvalidValueError(f"node {of.node!r} has not signed this attempt")
+    require(valid, f"node {of.node!r} has not signed this attempt")
     return certificate
 
 

@@ -201,7 +201,7 @@ class Federation:
     async def _key(self, site: Site, sent: Any) -> Any:
         objection = await site.secure.policy.objection_to_proposal(site.welcome, sent)
         self.refusals += [objection] * bool(objection)
-        return site.secure.countersignature(site.welcome, sent)
+        return site.countersignature(sent)
 
     async def _collect(self) -> SecureCollection | None:
         collected, offer = self.world.collection(self.ballot)

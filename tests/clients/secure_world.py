@@ -16,6 +16,7 @@ from fedpriv.clients.connection import Backoff, Identity, identity_of
 from fedpriv.clients.consent import Consent
 from fedpriv.clients.journal import Journal
 from fedpriv.clients.ledger_check import LedgerVerifier, OfferPolicy
+from fedpriv.clients.membership import OfferHandler
 from fedpriv.clients.secure import SecureSums
 from fedpriv.clients.worker import Built
 from fedpriv.errors import FedprivError
@@ -31,6 +32,7 @@ from fedpriv.server.collection import Ballot, Collection, SecureCollection
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import (
+    Countersignature,
     Price,
     Proposal,
     Receipt,
@@ -107,6 +109,11 @@ class Site:
     @property
     def name(self) -> str:
         return self.identity.node
+
+    def countersignature(self, terms: Proposal) -> Countersignature:
+        secure = self.secure
+        parts = secure.server, secure.worker, secure.policy, secure.backoff
+        return OfferHandler(*parts, secure)._countersignature(self.welcome, terms)
 
 
 class World:
@@ -195,7 +202,7 @@ class World:
             if name in self.heads:
                 head = self.signed(self.heads[name], ballot.id)
             shown = replace(terms, id=ballot.id, head=head)
-            signature = site.secure.countersignature(site.welcome, shown)
+            signature = site.countersignature(shown)
             ballot.count(name, Vote(ballot.id, "", replace(signature, head=head)))
         return ballot
 

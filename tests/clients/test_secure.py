@@ -421,4 +421,4 @@ def test_without_a_certificate_a_node_has_no_key_for_a_secure_sum(world: World) 
     site, terms = world.sites["n0"], world.proposal().terms
     site.secure.identity = replace(site.identity, certificate=None)
     with pytest.raises(InvalidValueError, match="certificate"):
-        site.secure.countersignature(site.welcome, terms)
+        site.countersignature(terms)

@@ -24,9 +24,9 @@ from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import PartialSum
 from fedpriv.server import certificates
-from fedpriv.server.authentication import NODE
 from fedpriv.server.collection import Ballot, Collection
 from fedpriv.server.deployment import GrpcTransport
+from fedpriv.server.gateway import NODE
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import (
     COUNTERSIGNATURE,
@@ -528,6 +528,6 @@ def test_a_server_takes_no_vote_that_others_would_refuse(
         binding = binding_of(POPULATION_ID, proposal.id, EVENT, head)
         return countersigned("b", b"", binding, who.certificate, who.key)
 
-    monkeypatch.setattr(membership.SecureSums, "countersignature", lie)
+    monkeypatch.setattr(membership.OfferHandler, "_countersignature", lie)
     world.join("b")
     assert world.objection("b") == "the vote is not signed by the node"

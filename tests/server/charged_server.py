@@ -19,7 +19,7 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.server import authentication
+from fedpriv.server import gateway
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.service import TransferLimits
 from fedpriv.support.logs import LogFormat, configure
@@ -107,7 +107,7 @@ def _serve(folder: Path, users: Users, pipe: Connection, rates: Mapping[str, flo
     patience = PATIENCE.model_copy(update={"deadline_seconds": 120.0, "absent_seconds": 0.0})
     with ExitStack() as changed, site(folder, users, TransferLimits(2, 20.0)) as made:
         for name, rate in rates.items():
-            changed.enter_context(patch.object(authentication, name, rate))
+            changed.enter_context(patch.object(gateway, name, rate))
         enrolment = made.enrolment
         sampling = PoissonSampling(enrolment.population, 1.0)
         plan = make_plan(

@@ -22,15 +22,15 @@ from fedpriv.ledger import Head
 from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.privacy.round import PartialSum
 from fedpriv.server import certificates
-from fedpriv.server.authentication import (
+from fedpriv.server.certificates import tls_context
+from fedpriv.server.deployment import GrpcTransport
+from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
+from fedpriv.server.gateway import (
     Authentication,
     Identify,
     RateLimit,
     by_certificate,
-    tls_context,
 )
-from fedpriv.server.deployment import GrpcTransport
-from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
 from fedpriv.server.service import Listener, Service, TransferLimits, listening
 from fedpriv.training.request import RoundRequest
 from fedpriv.wire import RunState, Status, TaskDescription, Welcome

@@ -12,14 +12,14 @@ import pytest
 
 from fedpriv import wire
 from fedpriv.server import certificates
-from fedpriv.server.authentication import (
+from fedpriv.server.certificates import tls_context
+from fedpriv.server.enrolment import EnrolledCertificates
+from fedpriv.server.gateway import (
     NODE,
     RateLimit,
     by_certificate,
     by_declaration,
-    tls_context,
 )
-from fedpriv.server.enrolment import EnrolledCertificates
 from fedpriv.server.service import Service
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import NODE_KEY

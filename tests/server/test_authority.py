@@ -15,8 +15,15 @@ from cryptography.hazmat.primitives.serialization import Encoding, load_pem_priv
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.server.authentication import tls_context
-from fedpriv.server.certificates import YEAR, init, issue_server, load_ca, request, sign
+from fedpriv.server.certificates import (
+    YEAR,
+    init,
+    issue_server,
+    load_ca,
+    request,
+    sign,
+    tls_context,
+)
 from fedpriv.wire.naming import fingerprint_of
 from simulations.loopback import issue
 

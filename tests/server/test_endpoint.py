@@ -24,7 +24,8 @@ from cryptography.x509.oid import NameOID
 from fedpriv.errors import InvalidValueError
 from fedpriv.experiment.config import FederationSection
 from fedpriv.server import certificates
-from fedpriv.server.authentication import by_declaration, endpoint_of
+from fedpriv.server.deployment import endpoint_of
+from fedpriv.server.gateway import by_declaration
 from fedpriv.wire.naming import Address
 from simulations.loopback import issue
 from tests.server.hostile_nodes import CALLS

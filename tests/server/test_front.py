@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.server.front import listening_sockets
+from fedpriv.server.gateway import listening_sockets
 from fedpriv.wire.naming import Address
 from tests.server.charged_server import ChargedServer, charged_server
 from tests.server.hostile_nodes import (

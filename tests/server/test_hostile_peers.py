@@ -13,7 +13,7 @@ import pytest
 from fedpriv import wire
 from fedpriv.errors import LedgerError
 from fedpriv.report.records import Trouble
-from fedpriv.server import front, service
+from fedpriv.server import gateway, service
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.charged_server import ChargedServer, charged_server
 from tests.server.hostile_nodes import (
@@ -115,7 +115,7 @@ def test_silent_connections_are_bounded_and_keep_no_node_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "_MOST_CONNECTIONS", 10)
-    monkeypatch.setattr(front, "_HANDSHAKE_SECONDS", 3600.0)
+    monkeypatch.setattr(gateway, "_HANDSHAKE_SECONDS", 3600.0)
     with site(tmp_path, USERS) as made, ExitStack() as stack:
         port = made.server.address.port
         silent = [stack.enter_context(plain(port)) for _ in range(10)]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpriv.server.authentication import RateLimit
+from fedpriv.server.gateway import RateLimit
 
 
 class Clock:

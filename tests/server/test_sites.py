@@ -22,8 +22,9 @@ from fedpriv.report.records import SiteRecord, Trouble
 from fedpriv.run.folder import RunFolder
 from fedpriv.server import certificates, monitoring
 from fedpriv.server import service as service_module
-from fedpriv.server.authentication import by_certificate, tls_context
+from fedpriv.server.certificates import tls_context
 from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
+from fedpriv.server.gateway import by_certificate
 from fedpriv.server.monitoring import SERVER, STRANGER, Metrics, Sites
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import Decline, naming

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpriv.server.authentication import Allowance
-from fedpriv.server.front import Frames
+from fedpriv.server.gateway import Allowance, Frames
 from tests.server.hostile_nodes import PREFACE, frame
 
 MEBIBYTE = 2**20
