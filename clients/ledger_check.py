@@ -613,5 +613,5 @@ class OfferPolicy:
         if objection := self._objection_to_population(welcome):
             _log.warning("the ledger is not read: %s", objection)
         elif (examined := await self.examined(welcome)) is not None:
-            found = len(examined.ledger.rows), examined.epsilon, examined.delta, examined.relation
-            _log.info("the ledger holds %d charges: ε = %.6g at δ = %g, for %s neighbours", *found)
+            words = len(examined.ledger.rows), examined.epsilon, examined.delta, examined.relation
+            _log.info("the ledger holds %d charges: ε = %.6g at δ = %g, for %s neighbours", *words)
