@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from fedpriv.audit.canaries import check_auditable
-from fedpriv.audit.verdict import Audit
 from fedpriv.data.columns import Fields
 from fedpriv.data.places import in_places, refuse_shared
 from fedpriv.data.population import Population, cut_up, load_population
@@ -477,7 +476,6 @@ def _audited(config: Config, mechanism: Mechanism, sampling: Sampling) -> Sampli
     """Return the sampling of cohorts, which also draws canaries if there is an audit."""
     if config.audit is None:
         return sampling
-    audit = Audit(config.audit.canaries)
     check_auditable(sampling.event())
     if mechanism.averaging.floor is not None:
         raise InvalidValueError(
@@ -488,7 +486,7 @@ def _audited(config: Config, mechanism: Mechanism, sampling: Sampling) -> Sampli
         raise InvalidValueError(
             "audit is given and there is no noise, so there is no claim that it could refute"
         )
-    return CanarySampling(sampling, audit.canaries)
+    return CanarySampling(sampling, config.audit.canaries)
 
 
 def _check_personal(method: Method) -> None:

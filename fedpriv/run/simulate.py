@@ -136,7 +136,7 @@ def simulate(
     sections = {
         "output": output | {"simulation_only": simulation_only},
         "federated_evaluation": federated_evaluation and asdict(federated_evaluation),
-        "audit": audit and asdict(audit),
+        "audit": audit,
     }
     numbers = {"rounds": rounds, "seed": seed}
     config = settings_of(name, population, method, engine, ledger, **numbers, **sections)
