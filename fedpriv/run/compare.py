@@ -102,11 +102,11 @@ class Comparison:
 
     def report(self, out: Path | str | None = None) -> Path:
         """Verify all ledgers, and write one HTML page, by default report.html in the folder."""
-        return write_report(self.folder, Path(out) if out else None)
+        return write_report(self.folder, out)
 
     def draw(self, out: Path | str | None = None) -> list[Path]:
         """Write charts as PNG and SVG, by default into `charts` in the folder; return the files."""
-        return write_charts(self.folder, Path(out) if out else self.folder / "charts")
+        return write_charts(self.folder, out)
 
 
 @checked_arguments

@@ -359,11 +359,11 @@ class Run(RunEnd):
 
     def report(self, out: Path | str | None = None) -> Path:
         """Verify the ledger, and write one HTML page, by default report.html in the folder."""
-        return write_report(self.folder, Path(out) if out else None)
+        return write_report(self.folder, out)
 
     def draw(self, out: Path | str | None = None) -> list[Path]:
         """Write charts as PNG and SVG, by default into `charts` in the folder; return the files."""
-        return write_charts(self.folder, Path(out) if out else self.folder / "charts")
+        return write_charts(self.folder, out)
 
 
 Hosted = Callable[[Experiment, PrivacyRecords], Transport]
