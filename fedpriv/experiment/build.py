@@ -107,6 +107,12 @@ class Experiment:
         return replace(self, classes=names or classes)
 
     @property
+    def charges(self) -> list[RoundEvent]:
+        """The events of all planned rounds and of evaluations by users."""
+        evaluation, rounds = self.evaluation, self.plan.rounds
+        return [self.plan.event, *([evaluation.events(rounds)] if evaluation else [])]
+
+    @property
     def initial_state(self) -> ServerState:
         """State before the first round."""
         return initial_state(self.plan, self.task.parameters(), self.task.statistics())

@@ -240,7 +240,7 @@ def show_allocation(file: Path, assignments: list[str], *, as_json: bool = False
     plan, console = experiment.plan, screen()
     groups = [*_groups(plan)]
     if as_json:
-        loss = epsilon_of(_charges(experiment), config.privacy.delta, config.privacy.accountant)
+        loss = epsilon_of(experiment.charges, config.privacy.delta, config.privacy.accountant)
         content = {
             "rounds": plan.rounds,
             "noise_multiplier": plan.noise_multiplier,
@@ -271,22 +271,15 @@ def show_allocation(file: Path, assignments: list[str], *, as_json: bool = False
         console.print(line)
 
 
-def _charges(experiment: Experiment) -> list[RoundEvent]:
-    """Return the events of all planned rounds and of evaluations by users."""
-    plan, evaluation = experiment.plan, experiment.evaluation
-    return [plan.event, *([evaluation.events(plan.rounds)] if evaluation else [])]
-
-
 def _projected(experiment: Experiment) -> float | None:
     """Return the ε of all rounds for the projected population; None without a projection."""
     if experiment.plan.sampling.event().projection is None:
         return None
-    return experiment.budget.epsilon_of(_charges(experiment))
+    return experiment.budget.epsilon_of(experiment.charges)
 
 
 def _risks(experiment: Experiment) -> Risks:
-    accountant = experiment.config.privacy.accountant
-    return risks_of(trade_off(_charges(experiment), accountant))
+    return risks_of(trade_off(experiment.charges, experiment.config.privacy.accountant))
 
 
 def _facts(experiment: Experiment, spent_before: Sequence[RoundEvent]) -> Iterator[str]:
@@ -301,7 +294,7 @@ def _facts(experiment: Experiment, spent_before: Sequence[RoundEvent]) -> Iterat
         f"z = {text_down(plan.noise_multiplier)} of {scope}, "
         f"{cohort_text(sampling.event())}, expected cohort {sampling.expected_cohort_size:g}"
     )
-    subject, events = f"{plan.rounds} rounds", _charges(experiment)
+    subject, events = f"{plan.rounds} rounds", experiment.charges
     if sampling.rounds > 1:
         subject += f", charged as {plan.event.count} of {sampling.rounds},"
     if experiment.evaluation:
