@@ -637,6 +637,7 @@ def settings_of(
         raise InvalidValueError("the mechanism has no delta; it must be in (0, 1)")
     tensors = {**task.parameters(), **task.statistics()}
     how = method.personalisation
+    same = ("inputs", "targets", "ignore_index", "personal", "trained", "frozen")
     table: dict[str, Any] = {
         "name": name,
         "rounds": mechanism.rounds,
@@ -650,12 +651,7 @@ def settings_of(
                 "figures": sorted((*task.figures, *task.by)),
             },
             "loss": next((n for n, f in LOSSES.items() if f is task.loss), path_of(task.loss)),
-            "inputs": task.inputs,
-            "targets": task.targets,
-            "ignore_index": task.ignore_index,
-            "personal": task.personal,
-            "trained": task.trained,
-            "frozen": task.frozen,
+            **{key: getattr(task, key) for key in same},
         },
         "engine": asdict(engine or Engine()),
         "personalisation": how and {**vars(how), "local": local_table(how.local)},
