@@ -41,7 +41,7 @@ from fedpriv.privacy.layout import Layout, layers
 from fedpriv.privacy.round import PartialSum
 from fedpriv.report.tables import Column, Table, cohort_text, json_text, print_table, screen
 from fedpriv.run import notes
-from fedpriv.run.run import Hosted, Run, RunSetup, spent_in
+from fedpriv.run.run import Run, RunSetup, spent_in
 from fedpriv.run.terminal import execute, telling_where
 from fedpriv.support.checks import checked_arguments, epsilon_up, text_down, text_up
 from fedpriv.support.disk import with_room
@@ -151,21 +151,20 @@ def simulate(
     console = screen(quiet=quiet)
     events = setup.spent if federated_evaluation or start else ()
     experiment, transport = on_population(setup.config, setup.run, population, events, method)
-    experiment = replace(experiment, trackers=followers)
-    return execute(setup, *in_process(setup, experiment, transport, console), console)
+    return in_process(setup, replace(experiment, trackers=followers), transport, console)
 
 
 def run_simulation(file: Path, assignments: list[str], out: Path | None, **how: Any) -> Run:
     """Run the experiment of a file in this process, and print its result; see `RunSetup.at`."""
     setup, console = RunSetup.at(load_config(file, assignments), out, **how), screen()
     experiment, transport = simulated(setup.config, setup.run, setup.spent)
-    return execute(setup, *in_process(setup, experiment, transport, console), console)
+    return in_process(setup, experiment, transport, console)
 
 
 def in_process(
     setup: RunSetup, experiment: Experiment, transport: InProcessTransport, console: Console
-) -> tuple[Experiment, Hosted]:
-    """Return the experiment with its users' training path, and the transport to them here."""
+) -> Run:
+    """Run an experiment in its folder, with users who train in this process."""
     chosen: Transport = transport
     if experiment.config.output.simulation_only:
         append = setup.folder.append_simulation_only
@@ -176,7 +175,7 @@ def in_process(
             refuse_if_few_count(experiment, transport)
     if road.path == "together":  # otherwise a note says so
         console.print(f"users train {road}")
-    return experiment, lambda *_: chosen
+    return execute(setup, experiment, lambda *_: chosen, console)
 
 
 class ObservedTransport(Transport):
