@@ -645,12 +645,12 @@ class Config(Section):
             changes["privacy"] = {"sampling_probability": DEFAULT_PROBABILITY}
         if self.clipping.lacks_norm and "optimizer" not in self.server.model_fields_set:
             changes["server"] = {"optimizer": DEFAULT_OPTIMIZER}
-        default = DEFAULT_LOCAL if self.whole_users else None
+        default = None if self.not_whole else DEFAULT_LOCAL
         return self.changed(**changes).model_copy(update={"local": self.local or default})
 
     @model_validator(mode="after")
     def _must_fit_the_unit(self) -> Self:
-        if self.whole_users:
+        if self.not_whole is None:
             return self
         setting, must_be = self.not_whole
         settings = {
@@ -687,17 +687,16 @@ class Config(Section):
         return self
 
     @property
-    def whole_users(self) -> bool:
-        """True if whole users take part, instead of examples or microbatches."""
-        return self.privacy.unit == "user" and self.sampling.policy != "poisson-examples"
+    def not_whole(self) -> tuple[str, str] | None:
+        """The setting by which examples or microbatches take part, and its value for whole users.
 
-    @property
-    def not_whole(self) -> tuple[str, str]:
-        """The setting that prevents whole users from taking part, and the value it must have."""
-        unit = self.privacy.unit
-        if unit != "user":
+        None if whole users take part.
+        """
+        if (unit := self.privacy.unit) != "user":
             return f"privacy.unit is {unit!r}", "'user'"
-        return f"sampling.policy is {self.sampling.policy!r}", "'poisson'"
+        if (policy := self.sampling.policy) == "poisson-examples":
+            return f"sampling.policy is {policy!r}", "'poisson'"
+        return None
 
     def with_noise(self, noise_multiplier: float, noise: NoisePolicy | None = None) -> Self:
         """Return the configuration with calibrated noise, so that a resumed run uses the same."""

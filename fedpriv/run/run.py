@@ -185,7 +185,7 @@ class RunSetup:
         config, local = self.config, self.config.local
         if config.output.simulation_only:
             setting, must_be = "output.simulation_only is true", "false"
-        elif not config.whole_users:
+        elif config.not_whole:
             setting, must_be = config.not_whole
         elif config.population.as_if is not None:
             setting, must_be = f"population.as_if is {config.population.as_if}", "absent"
