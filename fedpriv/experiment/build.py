@@ -373,9 +373,8 @@ def build(
         plan = plan.within(budget, spent)
     config = config.with_noise(plan.noise_multiplier, mechanism.noise)
     config = config.changed(clipping={"norm": getattr(mechanism.clipping, "norm", None)})
-    config = config.model_copy(update={"run": plan.run})
     return Experiment(
-        config=config,
+        config=config.model_copy(update={"run": plan.run}),
         held_out=rows,
         initial_loss=loss,
         task=method.task,

@@ -12,7 +12,7 @@ from rich.console import Console
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.factorisation import relative_errors
 from fedpriv.accounting.fdp import trade_off
-from fedpriv.accounting.risks import Risks, risks_of
+from fedpriv.accounting.risks import risks_of
 from fedpriv.audit.verdict import Audit
 from fedpriv.data.population import Population
 from fedpriv.engine.measuring import SimulationOnlyDiagnostics
@@ -249,7 +249,7 @@ def show_allocation(file: Path, assignments: list[str], *, as_json: bool = False
             "projected_epsilon": _projected(experiment),
             "delta": config.privacy.delta,
             "assumptions": loss.assumptions,
-            "risks": _risks(experiment),
+            "risks": risks_of(trade_off(experiment.charges, config.privacy.accountant)),
             "groups": groups,
         }
         print(json_text(content))  # noqa: T201
@@ -277,10 +277,6 @@ def _projected(experiment: Experiment) -> float | None:
     return experiment.budget.epsilon_of(experiment.charges)
 
 
-def _risks(experiment: Experiment) -> Risks:
-    return risks_of(trade_off(experiment.charges, experiment.config.privacy.accountant))
-
-
 def _facts(experiment: Experiment, spent_before: Sequence[RoundEvent]) -> Iterator[str]:
     """Yield lines on a round's draw and noise, and on the cost of the run.
 
@@ -303,7 +299,7 @@ def _facts(experiment: Experiment, spent_before: Sequence[RoundEvent]) -> Iterat
     yield f"{subject} cost {cost}: {loss.assumptions}"
     if (projected := _projected(experiment)) is not None:
         yield f"As a projection, as if that many were enrolled: ε = {epsilon_up(projected)}."
-    yield _risks(experiment).text(loss.unit)
+    yield risks_of(trade_off(events, privacy.accountant)).text(loss.unit)
     if spent_before:
         total = epsilon_of([*spent_before, *events], privacy.delta, privacy.accountant)
         yield f"With what {privacy.ledger} holds, that is ε = {epsilon_up(total.epsilon)}."
