@@ -8,14 +8,14 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
-from typing import get_args, get_origin
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 from typer.main import get_command
 
 import fedpriv
@@ -88,14 +88,28 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def keys_of(section: type[BaseModel]) -> set[str]:
+def defaults_of(section: type) -> dict[str, Any]:
+    """Keys of a section, or of a value that is read from a table, with their defaults."""
+    if is_dataclass(section):
+        return {field.name: field.default for field in fields(section)}
+    named = section.model_fields.items()
+    return {name: field.get_default(call_default_factory=True) for name, field in named}
+
+
+def section_at(section: type, key: str) -> type | None:
+    """The section, or the value that is read from a table, at a key of a section, if it is one."""
+    annotation = get_type_hints(section)[key]
+    parts = () if get_origin(annotation) is tuple else (annotation, *get_args(annotation))
+    tables = [p for p in parts if is_dataclass(p) or isinstance(p, type(BaseModel))]
+    return tables[0] if tables else None
+
+
+def keys_of(section: type) -> set[str]:
     """Keys of a section, with those of the sections in it; a list of sections is one key."""
     keys = set()
-    for name, field in section.model_fields.items():
-        of_one = (field.annotation, *get_args(field.annotation))
-        parts = () if get_origin(field.annotation) is tuple else of_one
-        inner = [p for p in parts if isinstance(p, type) and issubclass(p, BaseModel)]
-        keys |= {f"{name}.{key}" for key in keys_of(inner[0])} if inner else {name}
+    for name in defaults_of(section):
+        inner = section_at(section, name)
+        keys |= {f"{name}.{key}" for key in keys_of(inner)} if inner else {name}
     return keys
 
 
@@ -108,15 +122,13 @@ def test_every_key_is_documented_and_every_documented_key_exists() -> None:
     assert documented == keys_of(Config)
 
 
-def field_of(key: str) -> FieldInfo:
-    """The field of the configuration with a dotted key."""
-    section: type[BaseModel] = Config
+def default_of(key: str) -> Any:
+    """The default of the configuration at a dotted key."""
+    section: type = Config
     *sections, name = key.split(".")
     for each in sections:
-        annotation = section.model_fields[each].annotation
-        kinds = (annotation, *get_args(annotation))
-        (section,) = (k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel))
-    return section.model_fields[name]
+        section = section_at(section, each)
+    return defaults_of(section)[name]
 
 
 def test_defaults_in_the_table_of_keys_are_those_of_the_configuration() -> None:
@@ -129,7 +141,7 @@ def test_defaults_in_the_table_of_keys_are_those_of_the_configuration() -> None:
             stated = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
             stated = text
-        default = field_of(key).get_default(call_default_factory=True)
+        default = default_of(key)
         assert stated == (list(default) if isinstance(default, tuple) else default), key
 
 

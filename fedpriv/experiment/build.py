@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from fedpriv.audit.canaries import check_auditable
-from fedpriv.audit.verdict import Audit
 from fedpriv.data.columns import Fields
 from fedpriv.data.places import in_places, refuse_shared
 from fedpriv.data.population import Population, cut_up, load_population
@@ -106,6 +105,12 @@ class Experiment:
                 "leave it out"
             )
         return replace(self, classes=names or classes)
+
+    @property
+    def charges(self) -> list[RoundEvent]:
+        """The events of all planned rounds and of evaluations by users."""
+        evaluation, rounds = self.evaluation, self.plan.rounds
+        return [self.plan.event, *([evaluation.events(rounds)] if evaluation else [])]
 
     @property
     def initial_state(self) -> ServerState:
@@ -368,9 +373,8 @@ def build(
         plan = plan.within(budget, spent)
     config = config.with_noise(plan.noise_multiplier, mechanism.noise)
     config = config.changed(clipping={"norm": getattr(mechanism.clipping, "norm", None)})
-    config = config.model_copy(update={"run": plan.run})
     return Experiment(
-        config=config,
+        config=config.model_copy(update={"run": plan.run}),
         held_out=rows,
         initial_loss=loss,
         task=method.task,
@@ -477,7 +481,6 @@ def _audited(config: Config, mechanism: Mechanism, sampling: Sampling) -> Sampli
     """Return the sampling of cohorts, which also draws canaries if there is an audit."""
     if config.audit is None:
         return sampling
-    audit = Audit(config.audit.canaries)
     check_auditable(sampling.event())
     if mechanism.averaging.floor is not None:
         raise InvalidValueError(
@@ -488,7 +491,7 @@ def _audited(config: Config, mechanism: Mechanism, sampling: Sampling) -> Sampli
         raise InvalidValueError(
             "audit is given and there is no noise, so there is no claim that it could refute"
         )
-    return CanarySampling(sampling, audit.canaries)
+    return CanarySampling(sampling, config.audit.canaries)
 
 
 def _check_personal(method: Method) -> None:
@@ -633,6 +636,7 @@ def settings_of(
         raise InvalidValueError("the mechanism has no delta; it must be in (0, 1)")
     tensors = {**task.parameters(), **task.statistics()}
     how = method.personalisation
+    same = ("inputs", "targets", "ignore_index", "personal", "trained", "frozen")
     table: dict[str, Any] = {
         "name": name,
         "rounds": mechanism.rounds,
@@ -646,12 +650,7 @@ def settings_of(
                 "figures": sorted((*task.figures, *task.by)),
             },
             "loss": next((n for n, f in LOSSES.items() if f is task.loss), path_of(task.loss)),
-            "inputs": task.inputs,
-            "targets": task.targets,
-            "ignore_index": task.ignore_index,
-            "personal": task.personal,
-            "trained": task.trained,
-            "frozen": task.frozen,
+            **{key: getattr(task, key) for key in same},
         },
         "engine": asdict(engine or Engine()),
         "personalisation": how and {**vars(how), "local": local_table(how.local)},

@@ -6,12 +6,15 @@ import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core.core_schema import no_info_before_validator_function as checked_first
 
+from fedpriv.audit.verdict import Audit
 from fedpriv.errors import InvalidValueError, known_names
 from fedpriv.experiment.grouping import CLIPPINGS, ClippingPolicy, Grouped, Part
 from fedpriv.experiment.mechanism import (
@@ -185,6 +188,23 @@ _SCHEDULE = Choice("learning_rate.schedule", SCHEDULES, RateSchedule)
 _STRATEGY = Choice("clipping.strategy", CLIPPINGS, ClippingPolicy)
 
 
+def _know_keys(known: Collection[str], table: object) -> object:
+    for key in table if isinstance(table, Mapping) else ():
+        if key not in known:
+            hint = known_names(key, known)
+            raise PydanticCustomError("unknown_key", "{hint}", {"key": key, "hint": hint})
+    return table
+
+
+class _Value:
+    """Reads a table into a frozen value, whose own checks apply."""
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: Any) -> Any:
+        schema = handler(kind)
+        handler.resolve_ref_schema(schema)["strict"] = False  # else only an instance would do
+        return checked_first(partial(_know_keys, kind.__dataclass_fields__), schema)
+
+
 class Section(BaseModel):
     """A table of settings: unknown keys and values of the wrong type are refused."""
 
@@ -193,11 +213,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _know_keys(cls, table: object) -> object:
-        for key in table if isinstance(table, Mapping) else ():
-            if key not in cls.model_fields:
-                hint = known_names(key, cls.model_fields)
-                raise PydanticCustomError("unknown_key", "{hint}", {"key": key, "hint": hint})
-        return table
+        return _know_keys(cls.model_fields, table)
 
 
 class PeopleSection(Section):
@@ -397,19 +413,11 @@ class GroupSection(ClippedSection):
     share: Positive | None = None  # weight in the update's privacy; for all groups, or none
 
 
-class AdaptiveSection(Section):
-    """Clipping norms that follow a quantile of the updates' norms; see `AdaptiveClipping`."""
-
-    quantile: float = 0.5
-    learning_rate: float = 0.2
-    share: float = 0.02
-
-
 class ClippingSection(ClippedSection):
     """The clipping of updates: all tensors together, to `norm`, or each of `groups` separately."""
 
     groups: Annotated[tuple[GroupSection, ...], Field(strict=False)] = ()
-    adaptive: AdaptiveSection | None = None
+    adaptive: Annotated[AdaptiveClipping, _Value()] | None = None
 
     @property
     def lacks_norm(self) -> bool:
@@ -474,20 +482,6 @@ class PersonalisationSection(Section):
     local: LocalSection = LocalSection.model_validate({})
     parameters: Annotated[tuple[str, ...], Field(strict=False)] = ()
     share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
-
-
-class AuditSection(Section):
-    """The audit of a run with invented users; see `Audit`."""
-
-    canaries: Count
-
-
-class AveragingSection(Section):
-    """Weights of users, and the divisor of sums; see `Averaging`."""
-
-    cap: Count | None = None
-    total_weight: Positive | None = None
-    floor: float | None = None
 
 
 class NoiseSection(Section):
@@ -631,8 +625,8 @@ class Config(Section):
     # The next three need users who train in one process.
     federated_evaluation: FederatedEvaluationSection | None = None
     personalisation: PersonalisationSection | None = None
-    audit: AuditSection | None = None
-    averaging: AveragingSection = AveragingSection()
+    audit: Annotated[Audit, _Value()] | None = None
+    averaging: Annotated[Averaging, _Value()] = Averaging()
     evaluation: EvaluationSection = EvaluationSection()
     engine: EngineSection = EngineSection()
     output: OutputSection = OutputSection()
@@ -651,12 +645,12 @@ class Config(Section):
             changes["privacy"] = {"sampling_probability": DEFAULT_PROBABILITY}
         if self.clipping.lacks_norm and "optimizer" not in self.server.model_fields_set:
             changes["server"] = {"optimizer": DEFAULT_OPTIMIZER}
-        default = DEFAULT_LOCAL if self.whole_users else None
+        default = None if self.not_whole else DEFAULT_LOCAL
         return self.changed(**changes).model_copy(update={"local": self.local or default})
 
     @model_validator(mode="after")
     def _must_fit_the_unit(self) -> Self:
-        if self.whole_users:
+        if self.not_whole is None:
             return self
         setting, must_be = self.not_whole
         settings = {
@@ -693,17 +687,16 @@ class Config(Section):
         return self
 
     @property
-    def whole_users(self) -> bool:
-        """True if whole users take part, instead of examples or microbatches."""
-        return self.privacy.unit == "user" and self.sampling.policy != "poisson-examples"
+    def not_whole(self) -> tuple[str, str] | None:
+        """The setting by which examples or microbatches take part, and its value for whole users.
 
-    @property
-    def not_whole(self) -> tuple[str, str]:
-        """The setting that prevents whole users from taking part, and the value it must have."""
-        unit = self.privacy.unit
-        if unit != "user":
+        None if whole users take part.
+        """
+        if (unit := self.privacy.unit) != "user":
             return f"privacy.unit is {unit!r}", "'user'"
-        return f"sampling.policy is {self.sampling.policy!r}", "'poisson'"
+        if (policy := self.sampling.policy) == "poisson-examples":
+            return f"sampling.policy is {policy!r}", "'poisson'"
+        return None
 
     def with_noise(self, noise_multiplier: float, noise: NoisePolicy | None = None) -> Self:
         """Return the configuration with calibrated noise, so that a resumed run uses the same."""
@@ -728,14 +721,13 @@ class Config(Section):
 
     def mechanism(self) -> Mechanism:
         """Return the mechanism, not yet calibrated."""
-        adaptive = self.clipping.adaptive
         return Mechanism(
             sampling=self.sampling.build(self.privacy.sampling_probability),
             clipping=self.clipping.build(),
             allocation=self.noise.allocation,
             noise=self.noise.build(),
-            adaptive=AdaptiveClipping(**adaptive.model_dump()) if adaptive else None,
-            averaging=Averaging(**self.averaging.model_dump()),
+            adaptive=self.clipping.adaptive,
+            averaging=self.averaging,
             metrics=self.metrics.report,
             metrics_share=self.metrics.share,
             contributors_share=self.metrics.contributors_share,

@@ -47,6 +47,7 @@ from fedpriv.privacy.sampling import (
     SeparatedSampling,
 )
 from fedpriv.support.checks import (
+    check_fields,
     check_range,
     check_ranges,
     check_types,
@@ -378,14 +379,7 @@ class Mechanism:
 
     def __post_init__(self) -> None:
         hold_numbers(self)
-        check_types(
-            sampling=(self.sampling, CohortPolicy),
-            clipping=(self.clipping, ClippingPolicy),
-            noise=(self.noise, NoisePolicy),
-            adaptive=(self.adaptive, AdaptiveClipping | None),
-            averaging=(self.averaging, Averaging),
-            metrics=(self.metrics, Mapping),
-        )
+        check_fields(self, "sampling", "clipping", "noise", "adaptive", "averaging", "metrics")
         accountant_named(self.accountant)
         for name, numbers in self.metrics.items():
             check_types(

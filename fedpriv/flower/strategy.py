@@ -44,7 +44,7 @@ from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS, Averaging
 from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
-from fedpriv.support.checks import check_range, check_types, epsilon_up, is_whole
+from fedpriv.support.checks import check_fields, check_range, check_types, epsilon_up, is_whole
 from fedpriv.support.importing import raised_at
 from fedpriv.support.logs import one_line
 from fedpriv.training.local import SGD
@@ -106,15 +106,7 @@ class PrivateStrategy(Strategy):
     name: str = "flower"  # prefix of the name of each run in the ledger
 
     def __post_init__(self) -> None:
-        check_types(
-            mechanism=(self.mechanism, Mechanism),
-            nodes=(self.nodes, Mapping),
-            population=(self.population, str),
-            ledger=(self.ledger, Path | str),
-            server=(self.server, ServerOptimizer),
-            frozen=(self.frozen, Sequence),
-            name=(self.name, str),
-        )
+        check_fields(self)
         for pattern in self.frozen:
             check_types(**{"a pattern of frozen": (pattern, str)})
         if self.mechanism.noise_multiplier is None:

@@ -43,7 +43,7 @@ from fedpriv.run.folder import RunFolder, data_frame, held, write_charts, write_
 from fedpriv.run.notes import of_settings
 from fedpriv.run.run import Run, RunSetup
 from fedpriv.run.simulate import in_process
-from fedpriv.run.terminal import displayed, execute
+from fedpriv.run.terminal import displayed
 from fedpriv.studies import Arm, ArmSummary, Cell, ReadStudy, RunResult, Study, Target, read_study
 from fedpriv.studies.results import (
     ALL_RESULTS,
@@ -59,6 +59,7 @@ from fedpriv.studies.study import load_study, study_of_settings, study_toml
 from fedpriv.support.checks import check_types, checked_arguments, plain_numbers
 from fedpriv.support.disk import write_atomically
 from fedpriv.training.optimizers import ServerOptimizer
+from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.request import LocalTraining
 from fedpriv.training.rounds import OnRound
 
@@ -102,11 +103,11 @@ class Comparison:
 
     def report(self, out: Path | str | None = None) -> Path:
         """Verify all ledgers, and write one HTML page, by default report.html in the folder."""
-        return write_report(self.folder, Path(out) if out else None)
+        return write_report(self.folder, out)
 
     def draw(self, out: Path | str | None = None) -> list[Path]:
         """Write charts as PNG and SVG, by default into `charts` in the folder; return the files."""
-        return write_charts(self.folder, Path(out) if out else self.folder / "charts")
+        return write_charts(self.folder, out)
 
 
 @checked_arguments
@@ -388,17 +389,14 @@ def _run_prepared(
     changes = {"checkpoint_every": config.rounds, "simulation_only": True}
     config = config.changed(output=changes)
     setup = RunSetup(config, experiment.plan.run, run, run.ledger, resuming=False)
-    prepared = in_process(setup, replace(experiment, config=config), transport, console)
-    outcome = execute(setup, *prepared, console)
-    result = _result(study.digest_of(cell, folder), cell, prepared[0], outcome, run)
+    outcome = in_process(setup, replace(experiment, config=config), transport, console)
+    result = _result(study.digest_of(cell, folder), cell, experiment.plan, outcome, run)
     write_atomically(run.path / RESULT, results_text([result]).encode())
     return result
 
 
-def _result(
-    digest: str, cell: Cell, experiment: Experiment, outcome: Run, run: RunFolder
-) -> RunResult:
-    plan, rounds, collected = experiment.plan, run.results(), run.collected()
+def _result(digest: str, cell: Cell, plan: TrainingPlan, outcome: Run, run: RunFolder) -> RunResult:
+    rounds, collected = run.results(), run.collected()
     queries = plan.mechanism.query.events[: len(plan.groups)]
     seconds = statistics.median(row.simulation_only_seconds or math.inf for row in rounds)
     names = {field.name for field in fields(RunResult)} & {field.name for field in fields(RunEnd)}

@@ -334,11 +334,14 @@ def summary_json(folder: Path) -> str:
     return json_text(content)
 
 
-def write_report(folder: Path, out: Path | None = None, *, show: bool = False) -> Path:
-    """Write the report of a run or a study as one HTML page; `show` opens it in the browser."""
+def write_report(folder: Path, out: Path | str | None = None, *, show: bool = False) -> Path:
+    """Write the report of a run or a study as one HTML page; `show` opens it in the browser.
+
+    By default the page is report.html in the folder.
+    """
     from fedpriv.report import charts, run_page, study_page  # noqa: PLC0415 - charts start slowly
 
-    path = out or folder / "report.html"
+    path = Path(out) if out else folder / "report.html"
     if not (folder / STUDY).exists():
         content = run_page.page_of_run(read_run(folder))
     elif holds_results_alone(folder):
@@ -356,13 +359,14 @@ def write_report(folder: Path, out: Path | None = None, *, show: bool = False) -
     return path
 
 
-def write_charts(folder: Path, out: Path) -> list[Path]:
-    """Draw a run or a study as PNG and SVG into another folder, and return the files."""
+def write_charts(folder: Path, out: Path | str | None = None) -> list[Path]:
+    """Draw a run or a study as PNG and SVG, by default into its `charts`; return the files."""
     from fedpriv.report import run_page, study_page  # noqa: PLC0415
 
+    to = Path(out) if out else folder / "charts"
     if (folder / STUDY).exists():
-        return study_page.write_study_charts(read_study(folder), out)
-    return run_page.write_run_charts(read_run(folder), out)
+        return study_page.write_study_charts(read_study(folder), to)
+    return run_page.write_run_charts(read_run(folder), to)
 
 
 def draw(runs: Iterable["Path | str | Run"], out: Path | str) -> list[Path]:

@@ -59,6 +59,7 @@ from fedpriv.training.rounds import (
     ServerState,
     Stop,
     best_round,
+    checkpoint_path,
     checkpoints,
     initial_state,
     load_checkpoint,
@@ -184,7 +185,7 @@ class RunSetup:
         config, local = self.config, self.config.local
         if config.output.simulation_only:
             setting, must_be = "output.simulation_only is true", "false"
-        elif not config.whole_users:
+        elif config.not_whole:
             setting, must_be = config.not_whole
         elif config.population.as_if is not None:
             setting, must_be = f"population.as_if is {config.population.as_if}", "absent"
@@ -358,11 +359,11 @@ class Run(RunEnd):
 
     def report(self, out: Path | str | None = None) -> Path:
         """Verify the ledger, and write one HTML page, by default report.html in the folder."""
-        return write_report(self.folder, Path(out) if out else None)
+        return write_report(self.folder, out)
 
     def draw(self, out: Path | str | None = None) -> list[Path]:
         """Write charts as PNG and SVG, by default into `charts` in the folder; return the files."""
-        return write_charts(self.folder, Path(out) if out else self.folder / "charts")
+        return write_charts(self.folder, out)
 
 
 Hosted = Callable[[Experiment, PrivacyRecords], Transport]
@@ -495,11 +496,9 @@ class _Models:
     def __init__(self, folder: RunFolder, experiment: Experiment, records: PrivacyRecords) -> None:
         self._folder, self._experiment, self._records = folder, experiment, records
         self.last, self.figures = cast(ServerState | None, None), dict[str, Any]()
-        paths = {path.stem: path for path in checkpoints(folder.checkpoints)}
-        results = {f"round-{result.round:06d}": result for result in folder.results()}
-        self.round = best_round(result for stem, result in results.items() if stem in paths)
-        path = self.round and paths[f"round-{self.round.round:06d}"]
-        self.checkpoint = load_checkpoint(path) if path else None
+        path_of = partial(checkpoint_path, folder.checkpoints)
+        self.round = best_round(r for r in folder.results() if path_of(r.round).exists())
+        self.checkpoint = load_checkpoint(path_of(self.round.round)) if self.round else None
 
     def _at(self, state: ServerState) -> Checkpoint:
         return Checkpoint(state, self._experiment.plan.digest, self._records.ledger.head)

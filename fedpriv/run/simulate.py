@@ -12,7 +12,7 @@ from rich.console import Console
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.factorisation import relative_errors
 from fedpriv.accounting.fdp import trade_off
-from fedpriv.accounting.risks import Risks, risks_of
+from fedpriv.accounting.risks import risks_of
 from fedpriv.audit.verdict import Audit
 from fedpriv.data.population import Population
 from fedpriv.engine.measuring import SimulationOnlyDiagnostics
@@ -41,7 +41,7 @@ from fedpriv.privacy.layout import Layout, layers
 from fedpriv.privacy.round import PartialSum
 from fedpriv.report.tables import Column, Table, cohort_text, json_text, print_table, screen
 from fedpriv.run import notes
-from fedpriv.run.run import Hosted, Run, RunSetup, spent_in
+from fedpriv.run.run import Run, RunSetup, spent_in
 from fedpriv.run.terminal import execute, telling_where
 from fedpriv.support.checks import checked_arguments, epsilon_up, text_down, text_up
 from fedpriv.support.disk import with_room
@@ -136,7 +136,7 @@ def simulate(
     sections = {
         "output": output | {"simulation_only": simulation_only},
         "federated_evaluation": federated_evaluation and asdict(federated_evaluation),
-        "audit": audit and asdict(audit),
+        "audit": audit,
     }
     numbers = {"rounds": rounds, "seed": seed}
     config = settings_of(name, population, method, engine, ledger, **numbers, **sections)
@@ -151,21 +151,20 @@ def simulate(
     console = screen(quiet=quiet)
     events = setup.spent if federated_evaluation or start else ()
     experiment, transport = on_population(setup.config, setup.run, population, events, method)
-    experiment = replace(experiment, trackers=followers)
-    return execute(setup, *in_process(setup, experiment, transport, console), console)
+    return in_process(setup, replace(experiment, trackers=followers), transport, console)
 
 
 def run_simulation(file: Path, assignments: list[str], out: Path | None, **how: Any) -> Run:
     """Run the experiment of a file in this process, and print its result; see `RunSetup.at`."""
     setup, console = RunSetup.at(load_config(file, assignments), out, **how), screen()
     experiment, transport = simulated(setup.config, setup.run, setup.spent)
-    return execute(setup, *in_process(setup, experiment, transport, console), console)
+    return in_process(setup, experiment, transport, console)
 
 
 def in_process(
     setup: RunSetup, experiment: Experiment, transport: InProcessTransport, console: Console
-) -> tuple[Experiment, Hosted]:
-    """Return the experiment with its users' training path, and the transport to them here."""
+) -> Run:
+    """Run an experiment in its folder, with users who train in this process."""
     chosen: Transport = transport
     if experiment.config.output.simulation_only:
         append = setup.folder.append_simulation_only
@@ -176,7 +175,7 @@ def in_process(
             refuse_if_few_count(experiment, transport)
     if road.path == "together":  # otherwise a note says so
         console.print(f"users train {road}")
-    return experiment, lambda *_: chosen
+    return execute(setup, experiment, lambda *_: chosen, console)
 
 
 class ObservedTransport(Transport):
@@ -240,7 +239,7 @@ def show_allocation(file: Path, assignments: list[str], *, as_json: bool = False
     plan, console = experiment.plan, screen()
     groups = [*_groups(plan)]
     if as_json:
-        loss = epsilon_of(_charges(experiment), config.privacy.delta, config.privacy.accountant)
+        loss = epsilon_of(experiment.charges, config.privacy.delta, config.privacy.accountant)
         content = {
             "rounds": plan.rounds,
             "noise_multiplier": plan.noise_multiplier,
@@ -250,7 +249,7 @@ def show_allocation(file: Path, assignments: list[str], *, as_json: bool = False
             "projected_epsilon": _projected(experiment),
             "delta": config.privacy.delta,
             "assumptions": loss.assumptions,
-            "risks": _risks(experiment),
+            "risks": risks_of(trade_off(experiment.charges, config.privacy.accountant)),
             "groups": groups,
         }
         print(json_text(content))  # noqa: T201
@@ -271,22 +270,11 @@ def show_allocation(file: Path, assignments: list[str], *, as_json: bool = False
         console.print(line)
 
 
-def _charges(experiment: Experiment) -> list[RoundEvent]:
-    """Return the events of all planned rounds and of evaluations by users."""
-    plan, evaluation = experiment.plan, experiment.evaluation
-    return [plan.event, *([evaluation.events(plan.rounds)] if evaluation else [])]
-
-
 def _projected(experiment: Experiment) -> float | None:
     """Return the ε of all rounds for the projected population; None without a projection."""
     if experiment.plan.sampling.event().projection is None:
         return None
-    return experiment.budget.epsilon_of(_charges(experiment))
-
-
-def _risks(experiment: Experiment) -> Risks:
-    accountant = experiment.config.privacy.accountant
-    return risks_of(trade_off(_charges(experiment), accountant))
+    return experiment.budget.epsilon_of(experiment.charges)
 
 
 def _facts(experiment: Experiment, spent_before: Sequence[RoundEvent]) -> Iterator[str]:
@@ -301,7 +289,7 @@ def _facts(experiment: Experiment, spent_before: Sequence[RoundEvent]) -> Iterat
         f"z = {text_down(plan.noise_multiplier)} of {scope}, "
         f"{cohort_text(sampling.event())}, expected cohort {sampling.expected_cohort_size:g}"
     )
-    subject, events = f"{plan.rounds} rounds", _charges(experiment)
+    subject, events = f"{plan.rounds} rounds", experiment.charges
     if sampling.rounds > 1:
         subject += f", charged as {plan.event.count} of {sampling.rounds},"
     if experiment.evaluation:
@@ -311,7 +299,7 @@ def _facts(experiment: Experiment, spent_before: Sequence[RoundEvent]) -> Iterat
     yield f"{subject} cost {cost}: {loss.assumptions}"
     if (projected := _projected(experiment)) is not None:
         yield f"As a projection, as if that many were enrolled: ε = {epsilon_up(projected)}."
-    yield _risks(experiment).text(loss.unit)
+    yield risks_of(trade_off(events, privacy.accountant)).text(loss.unit)
     if spent_before:
         total = epsilon_of([*spent_before, *events], privacy.delta, privacy.accountant)
         yield f"With what {privacy.ledger} holds, that is ε = {epsilon_up(total.epsilon)}."

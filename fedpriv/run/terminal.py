@@ -218,10 +218,8 @@ def _warn(setup: RunSetup, experiment: Experiment, console: Console) -> None:
 
 def _warn_of_budget(events: Sequence[RoundEvent], experiment: Experiment, console: Console) -> None:
     """Print a warning if the budget pays for the first round but not for all."""
-    plan, budget, evaluation = experiment.plan, experiment.budget, experiment.evaluation
-    first_round, all_rounds = ([*events, plan.mechanism.event], [*events, plan.event])
-    all_rounds += [evaluation.events(plan.rounds)] if evaluation else []
-    if budget.admits(first_round) and not budget.admits(all_rounds):
+    plan, budget, all_rounds = experiment.plan, experiment.budget, [*events, *experiment.charges]
+    if budget.admits([*events, plan.mechanism.event]) and not budget.admits(all_rounds):
         console.print(
             f"warning: {plan.rounds} rounds would bring ε to "
             f"{epsilon_up(budget.epsilon_of(all_rounds))}; the run will stop before the budget of "

@@ -247,8 +247,7 @@ def tune_file(
             raise InvalidValueError(f"{name} is given; it must be absent, as {reason}")
     if on == "public" and price_only:
         raise InvalidValueError("--price is given with --on public, which costs nothing")
-    public = (config.tune or TuneSection()).public
-    data = config.simulated_data if on == "users" else public
+    data = config.simulated_data if on == "users" else (config.tune or TuneSection()).public
     if data is None:
         raise InvalidValueError(
             "tune.public is absent; it must name people who are not enrolled, such as public or "

@@ -59,6 +59,12 @@ def checked_arguments(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
     return checking
 
 
+def check_fields(value: Any, *names: str) -> None:
+    """Check some fields of a value, by default all, as `checked_arguments` checks arguments."""
+    kinds = {f.name: _kind_of(f.type) for f in fields(value) if not names or f.name in names}
+    check_types(**{name: (getattr(value, name), kind) for name, kind in kinds.items() if kind})
+
+
 def _kind_of(annotation: Any) -> Any:
     """Return the classes of an annotation; None if it includes numbers, or is not a class."""
     members = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)

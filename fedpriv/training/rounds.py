@@ -449,8 +449,9 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, best: Checkpoint | Non
     The folder keeps the last 3 checkpoints and `best`, which is also written if it is missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = best_path = _path_of(folder, checkpoint)
-    if best and (best_path := _path_of(folder, best)) != path and not best_path.exists():
+    path = checkpoint_path(folder, checkpoint.state.round)
+    best_path = checkpoint_path(folder, best.state.round) if best else path
+    if best and not (best_path == path or best_path.exists()):
         _write(best_path, best)
     _write(path, checkpoint)
     for older_path in checkpoints(folder)[:-_KEPT]:
@@ -459,8 +460,9 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, best: Checkpoint | Non
     return path
 
 
-def _path_of(folder: Path, checkpoint: Checkpoint) -> Path:
-    return folder / f"round-{checkpoint.state.round:06d}.safetensors"
+def checkpoint_path(folder: Path, number: int) -> Path:
+    """Return the path of the checkpoint after a round."""
+    return folder / f"round-{number:06d}.safetensors"
 
 
 def _write(path: Path, checkpoint: Checkpoint) -> None:

@@ -328,7 +328,7 @@ def test_every_policy_with_a_statistic_is_audited(file: Path, tmp_path: Path, po
 
 REFUSED = {
     "audit.canaries=19": "canaries is 19",
-    "audit.canaries=0": "audit.canaries is 0",
+    "audit.canaries=0": "audit: canaries is 0; it must be in",
     "audit.canaries=1000000000": "canaries is 1000000000",
     "audit.canary=5": "unknown key audit.canary",
     "averaging.floor=0.5": "audit is given and averaging.floor is 0.5",

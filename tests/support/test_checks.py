@@ -1,6 +1,7 @@
 """Checks of arguments by their annotations."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.support.checks import checked_arguments
+from fedpriv.support.checks import check_fields, checked_arguments
 
 
 @checked_arguments
@@ -47,6 +48,29 @@ def test_arguments_of_other_types_are_named(
     with pytest.raises(InvalidValueError) as raised:
         called(*positional, **named)
     assert str(raised.value) == said
+
+
+@dataclass(frozen=True)
+class Held:
+    """A value with fields of several types."""
+
+    rows: Sequence[int]
+    by_name: Mapping[str, int] | None = None
+    count: int = 0
+
+
+def test_fields_of_other_types_are_named() -> None:
+    check_fields(Held([1], {}, np.int64(3)))
+    check_fields(Held(3, 4), "count")  # type: ignore[arg-type]
+    for held, said in (
+        (Held(3), "rows is of the type int; it must be of the type Sequence"),
+        (Held((), 4), "by_name is of the type int; it must be of the type Mapping or None"),
+    ):
+        with pytest.raises(InvalidValueError) as raised:
+            check_fields(held)
+        assert str(raised.value) == said
+        with pytest.raises(InvalidValueError):
+            check_fields(held, "rows", "by_name")
 
 
 def test_unknown_arguments_are_those_of_the_function() -> None:
