@@ -148,9 +148,7 @@ async def take_part(settings: NodeSettings) -> None:
                 secure = SecureSums(server, worker, policy, identity, backoff)
                 handler = OfferHandler(server, worker, policy, backoff, secure)
                 hello = Hello(identity.node, worker.loaded.users_sha256)
-                certificate = identity.certificate
-                end = None if certificate is None else certificate.not_valid_after_utc
-                await Membership(settings, hello, handler, end, allow).last()
+                await Membership(settings, hello, handler, allow).last()
             finally:
                 await worker.close()
 
@@ -361,7 +359,8 @@ class Membership:
         * At most one vote waits to be sent, even if the server sends proposals and reads no votes.
         * After a lost connection, the node connects again with exponential back-off, which each
           welcome resets; unless newer connections of the node end two of its own in a row.
-        * If the node's certificate expires within 30 days, a warning is logged at once and daily.
+        * If the node's certificate is not valid yet, or expires within 30 days, a warning is logged
+          at once and daily.
     """
 
     def __init__(
@@ -369,13 +368,12 @@ class Membership:
         settings: NodeSettings,
         hello: Hello,
         handler: OfferHandler,
-        certificate_end: datetime | None = None,
         allow: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Call `allow` with the number of components of the tensors of each task that is built."""
         self._settings, self._hello, self._handler = settings, hello, handler
         self._work, self._voting = LatestTask(), LatestTask()
-        self._certificate_end, self._allow = certificate_end, allow
+        self._allow = allow
         self._prepared: Welcome | None = None
         self._built: object = None  # `_task_key` of the task that the worker has built
         self._trouble = ""  # why the node is not connected; empty: it is
@@ -404,8 +402,9 @@ class Membership:
             await self._voting.stop()
 
     async def _warn_daily(self) -> None:
-        while (end := self._certificate_end) is not None:
-            if reason := expiry(end, datetime.now(UTC)):
+        while (certificate := self._handler.secure.identity.certificate) is not None:
+            begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+            if reason := expiry(end, datetime.now(UTC), begin):
                 trouble(_log, self._hello.node, "certificate", reason)
             await asyncio.sleep(_DAY_SECONDS)
 

@@ -315,7 +315,8 @@ def tune(
     """Search learning rates, clipping norm, sampling and rounds."""
     from fedpriv.run.tune import tune_file
 
-    tune_file(file, assignments or [], out, on=on, price_only=price)
+    if not tune_file(file, assignments or [], out, on=on, price_only=price).settings and not price:
+        raise typer.Exit(1)
 
 
 @app.command(rich_help_panel=_PRICE)

@@ -62,6 +62,8 @@ ROW_OWNERS = "row_owners"
 The row is stored with its first owner; ids are repeated if a row has fewer owners than others.
 """
 _COMPARED = 50_000  # rows to compare, of users and held out
+_MISSING = {"nan", "NaN", "None", "<NA>", "NaT"}  # missing ids, as text
+_MISSING_NUMBER = np.iinfo(np.int64).min  # NaN, as an integer
 _FORMAT = "fedpriv user store, version 1"
 _LOADERS = {
     "digits": "fedpriv.data.builtin:load_digits",
@@ -584,22 +586,30 @@ def as_id_array(ids: Sequence[object] | Array) -> IdArray:
     if isinstance(ids, np.ndarray) and ids.ndim != 1:
         raise DataError(f"user ids have shape {ids.shape}; they must be one-dimensional")
     if isinstance(ids, np.ndarray) and ids.dtype.kind in "iuU" and not np.ma.isMaskedArray(ids):
+        missing = np.isin(ids, list(_MISSING)) if ids.dtype.kind == "U" else ids == _MISSING_NUMBER
+        if missing.any():
+            raise _missing(int(missing.argmax()), ids[missing][0])
         return ids
     values = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+    for position, value in enumerate(values):
+        if str(value) in _MISSING:
+            raise _missing(position, value)
     kinds = str if values and isinstance(values[0], str) else (int, np.integer)
     for position, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, kinds):
             place = f"user id number {position} is {value!r}"
-            raise DataError(
-                f"{place}; ids must be all strings or all integers, so leave out rows without an "
-                "id, and turn ids into integers, as astype(int) does, or into text, as astype(str)"
-            )
+            raise DataError(f"{place}; ids must be all strings or all integers")
         if isinstance(value, str) and value.endswith("\0"):
             raise DataError(f"user id number {position} is {value!r}; it must not end in a null")
     array = np.array(values) if values else np.empty(0, dtype=np.str_)
     if array.dtype.kind not in "iuU":
         raise DataError("user ids hold an integer beyond 64 bits; write such ids as strings")
     return array
+
+
+def _missing(position: int, value: object) -> DataError:
+    place = f"user id number {position} is {value}, which stands for a missing id"
+    return DataError(f"{place}; leave out rows without an id, since they would become one user")
 
 
 def plain_id(user: object) -> str:

@@ -183,6 +183,8 @@ def road_of(
 def _widest(trials: "_Trials", users: int, rows: int | None) -> Road:
     """Return a road with all shapes to try; MixingError says why there are none."""
     trainer, local = trials.trainer, trials.request.local
+    if users < 2:
+        raise MixingError("each process trains one user")
     if type(local) not in (LocalTraining, *ALGORITHMS.values()):
         raise MixingError(f"{type(local).__name__} is not known to keep users apart")
     model, _ = trainer.side_by_side, trainer.measured

@@ -219,8 +219,17 @@ def tune(
     calibrated = chosen.mechanism().calibrate(
         epsilon=mechanism.epsilon, delta=delta, rounds=chosen.rounds, users=enrolled
     )
-    trained = {"local": chosen.training(), "server": chosen.server.build()}
-    return replace(tuning, arguments={"mechanism": calibrated, **trained})
+    arguments = {
+        "mechanism": calibrated,
+        "local": chosen.training(),
+        "server": chosen.server.build(),
+    }
+    if on == "users":
+        arguments |= {
+            "mechanism": replace(calibrated, accountant=search.charged["accountant"]),
+            "ledger": search.charged["ledger"],
+        }
+    return replace(tuning, arguments=arguments)
 
 
 def tune_file(
@@ -230,7 +239,7 @@ def tune_file(
     *,
     on: Literal["public", "users"],
     price_only: bool,
-) -> Tuning | None:
+) -> Tuning:
     """Search settings for an experiment in a file, print the best, and write them to a folder.
 
     A search on public users never loads the enrolled users of the section `data`.
@@ -320,6 +329,11 @@ class _Search:
         config = self.setup.config
         parts = config.mechanism(), config.training(), config.server.build()
         return flattened(config.model_dump() | tables_of(*parts))
+
+    @property
+    def charged(self) -> dict[str, str]:
+        """The settings with which a run of the same users counts a search on them."""
+        return {"ledger": str(self.setup.ledger.resolve()), "accountant": "rdp"}
 
     @property
     def section(self) -> TuneSection:
@@ -585,6 +599,8 @@ class _Search:
         """Write an experiment for `fedpriv simulate`, and print the best settings."""
         table = _with(self.table, tuning.settings)
         table.pop("tune", None)
+        if tuning.epsilon:  # the charge of the search counts for whatever these users do next
+            table.setdefault("privacy", {}).update(self.charged)
         text = tomli_w.dumps(plain(for_folder(tuning.folder, table)))
         with_room(lambda: write_atomically(tuning.folder / "experiment.toml", text.encode()))
         rows = [
@@ -625,15 +641,22 @@ def _scorer(objective: str, first: Experiment) -> _Score:
         choices = known_names(objective, names)
         raise InvalidValueError(f"tune.objective is {objective!r}; {choices}")
 
-    def score(state: ServerState) -> float:
+    def measured(state: ServerState) -> object:
         if users is not None and task.personal:
-            measured = users.evaluate(state.model)
+            figures = users.evaluate(state.model)
         else:
-            measured = evaluate(task, first.held_out, first.device, state.model)
-        value = {**vars(measured), **measured.figures}[objective]
+            figures = evaluate(task, first.held_out, first.device, state.model)
+        return {**vars(figures), **figures.figures}[objective]
+
+    def score(state: ServerState) -> float:
+        value = measured(state)
         if not (isinstance(value, float) and math.isfinite(value)):
             raise RunError(f"the score is {value}; it must be one finite number")
         return value
+
+    if not isinstance(measured(first.initial_state), float):
+        sentence = f"tune.objective is {objective!r}, which is not one number; it must be one"
+        raise InvalidValueError(sentence)
 
     return score
 

@@ -118,8 +118,10 @@ def trouble(log: logging.Logger, node: str, what: str, why: str) -> None:
     log.warning("%s: %s: %s", node, what, why, extra={"node": node, "what": what, "why": why})
 
 
-def expiry(end: datetime, now: datetime) -> str | None:
-    """Return a warning if a certificate has expired or will within 30 days; otherwise None."""
+def expiry(end: datetime, now: datetime, begin: datetime | None = None) -> str | None:
+    """Return a warning if a certificate is not valid yet, has expired, or will within 30 days."""
+    if begin is not None and begin > now:
+        return f"it is valid only from {begin:%Y-%m-%d %H:%M UTC}; check the clock"
     if end > now + _NOTICE:
         return None
     day = end.strftime("%Y-%m-%d %H:%M UTC")
