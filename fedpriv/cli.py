@@ -312,7 +312,10 @@ def tune(
     out: Annotated[Path | None, _option("folder of the search", default="tuning/NAME-…")] = None,
     price: Annotated[bool, _option("print the price of --on users, and stop", "--price")] = False,
 ) -> None:
-    """Search learning rates, clipping norm, sampling and rounds."""
+    """Search learning rates, clipping norm, sampling and rounds.
+
+    Exit code 1: the search is charged, and none of its trials ended.
+    """
     from fedpriv.run.tune import tune_file
 
     if not tune_file(file, assignments or [], out, on=on, price_only=price).settings and not price:

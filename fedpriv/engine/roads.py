@@ -183,8 +183,6 @@ def road_of(
 def _widest(trials: "_Trials", users: int, rows: int | None) -> Road:
     """Return a road with all shapes to try; MixingError says why there are none."""
     trainer, local = trials.trainer, trials.request.local
-    if users < 2:
-        raise MixingError("each process trains one user")
     if type(local) not in (LocalTraining, *ALGORITHMS.values()):
         raise MixingError(f"{type(local).__name__} is not known to keep users apart")
     model, _ = trainer.side_by_side, trainer.measured
@@ -202,7 +200,8 @@ def _widest(trials: "_Trials", users: int, rows: int | None) -> Road:
         lanes = -(-lanes * 2 // 3)
     shapes = [*dict.fromkeys(shapes)]
     if shapes[0] < 2:
-        raise MixingError("one of them fills the memory of a chunk")
+        one = "one of them fills the memory of a chunk"
+        raise MixingError("each process trains one user" if users < 2 else one)
     return Road(tuple(shapes), width)
 
 

@@ -215,20 +215,14 @@ def tune(
     if not tuning.settings:
         return tuning
     chosen = search.configured(tuning.settings)
-    delta, enrolled = cast(float, mechanism.delta), search.users
-    calibrated = chosen.mechanism().calibrate(
+    delta, enrolled, best = cast(float, mechanism.delta), search.users, chosen.mechanism()
+    arguments: dict[str, Any] = {"local": chosen.training(), "server": chosen.server.build()}
+    if on == "users":
+        best = replace(best, accountant=search.charged["accountant"])
+        arguments["ledger"] = search.charged["ledger"]
+    arguments["mechanism"] = best.calibrate(
         epsilon=mechanism.epsilon, delta=delta, rounds=chosen.rounds, users=enrolled
     )
-    arguments = {
-        "mechanism": calibrated,
-        "local": chosen.training(),
-        "server": chosen.server.build(),
-    }
-    if on == "users":
-        arguments |= {
-            "mechanism": replace(calibrated, accountant=search.charged["accountant"]),
-            "ledger": search.charged["ledger"],
-        }
     return replace(tuning, arguments=arguments)
 
 
@@ -646,7 +640,7 @@ def _scorer(objective: str, first: Experiment) -> _Score:
             figures = users.evaluate(state.model)
         else:
             figures = evaluate(task, first.held_out, first.device, state.model)
-        return {**vars(figures), **figures.figures}[objective]
+        return {**vars(figures), **figures.figures}.get(objective)
 
     def score(state: ServerState) -> float:
         value = measured(state)

@@ -2,12 +2,14 @@
 
 import copy
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedpriv import Population
 from fedpriv.data import UserStore
 from fedpriv.errors import DataError, InvalidValueError
 
@@ -194,3 +196,20 @@ def test_subset_refuses_what_is_not_a_position(users):
 def test_subset_of_nobody_is_refused():
     with pytest.raises(DataError, match="no users"):
         make_store().subset([])
+
+
+@pytest.mark.parametrize(
+    ("ids", "place"),
+    [
+        (np.array([1.0, np.nan, 2.0]).astype(str), "1 is nan"),
+        (np.array([1, 2, -(2**63)]), "2 is -9223372036854775808"),  # NaN, as astype(int) has it
+        (np.array(["a", None, "b"], dtype=object).astype(str), "1 is None"),
+        (["a", "b", None], "2 is None"),
+        ([1, float("nan"), 2], "1 is nan"),
+        (["a", "NaT", "b"], "1 is NaT"),
+    ],
+)
+def test_rows_without_an_id_do_not_become_one_user(ids: Any, place: str) -> None:
+    x, y = np.zeros((3, 2), np.float32), np.zeros(3, np.int64)
+    with pytest.raises(DataError, match=f"user id number {place}, which stands for a missing id"):
+        Population.from_arrays(x, y, ids, held_out=(x[:1], y[:1]), name="people")

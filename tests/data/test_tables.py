@@ -426,6 +426,12 @@ CITY = FRAME.assign(city=["york"] * 6, job=pd.Categorical([1, 2] * 3))
         (FRAME, {"held_out": FRAME[["who"]]}, DataError, "held_out has no column 'age'"),
         (FRAME.assign(x=1), {"by": ["x"], "held_out": 0.4}, DataError, "by names a column 'x'"),
         (FRAME.assign(who=X[:, 0]), {}, DataError, "user id number 0 is 0.0; ids must be"),
+        (
+            FRAME.assign(who=pd.array([1, 1, 2, None, 2, 1], "Int64")),
+            {},
+            DataError,
+            "user id number 3 is .*stands for a missing id; leave out rows without an id",
+        ),
     ],
 )
 def test_frames_that_do_not_fit_are_one_sentence(frame, given, error, message) -> None:

@@ -471,6 +471,33 @@ class TestOnUsers:
         with Ledger.open(folder / "a" / "ledger.sqlite") as ledger:
             assert [row.randomness for row in ledger.charges()] == [Randomness.SEEDED]
 
+    def test_runs_after_a_search_count_it(self, folder: Path) -> None:
+        out = folder / "a"
+        printed("tune", "small.toml", "--on", "users", "--out", out, cwd=folder)
+        larger = ("--set", "privacy.epsilon=6.0", "--set", "rounds=2")
+        printed("simulate", out / "experiment.toml", *larger, "--out", folder / "b", cwd=folder)
+        charged = events(out / "ledger.sqlite")
+        assert [event.selection is None for event in charged] == [False, True, True]
+        budget = PrivacyBudget(6.0, 1e-3, ACCOUNTANTS["rdp"].upper_epsilon)
+        assert 5.9 < budget.epsilon_of(charged) <= 6.0
+
+    def test_runs_in_python_after_a_search_count_it(self, tmp_path: Path) -> None:
+        found = searched(tmp_path / "a")
+        assert found.arguments["ledger"] == str(tmp_path / "a" / "ledger.sqlite")
+        with pytest.raises(InvalidValueError, match="must be larger"):
+            fedpriv.simulate(
+                people(), Task(nn.Linear(4, 4)), out=tmp_path / "run", quiet=True, **found.arguments
+            )
+        assert len(events(tmp_path / "a" / "ledger.sqlite")) == 1
+
+    def test_a_search_that_released_nothing_has_another_exit_code(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "number_of_trials", lambda *_: 0)
+        done = command("tune", "small.toml", "--on", "users", "--out", folder / "a", cwd=folder)
+        assert (done.returncode, "no trial ended" in done.stdout) == (1, True)
+        assert len(events(folder / "a" / "ledger.sqlite")) == 1
+
     def test_the_price_alone_charges_nothing(self, folder: Path) -> None:
         out = folder / "a"
         said = printed("tune", "small.toml", "--on", "users", "--price", "--out", out, cwd=folder)
@@ -513,6 +540,11 @@ class TestOnUsers:
             "users",
             ["tune.objective=mine", 'evaluation.figures={mine="mine:widest"}'],
             "tune.better is absent",
+        ),
+        (
+            "users",
+            ["tune.objective=m", "tune.better=larger", 'evaluation.figures={m="confusion"}'],
+            "tune.objective is 'm', which is not one number",
         ),
         ("public", ["tune.better=higher"], "tune.better is 'higher'"),
         ("public", ["tune.space={rounds=[]}"], "tune.space.rounds is empty"),

@@ -256,3 +256,11 @@ def test_a_certificate_is_worth_a_word_from_30_days_before_its_end(
 ) -> None:
     said = expiry(START + left, START)
     assert (said is None) if words is None else (said is not None and words in said)
+
+
+def test_a_certificate_that_is_not_valid_yet_is_worth_a_word() -> None:
+    begin, end = START + timedelta(minutes=1), START + timedelta(days=400)
+    assert (
+        expiry(end, START, begin) == "it is valid only from 2030-01-01 00:01 UTC; check the clock"
+    )
+    assert expiry(end, begin, begin) is None
