@@ -24,6 +24,7 @@ from fedpriv.data.population import (
     as_id_array,
     check_count,
     check_like,
+    ids_of_rows,
     offsets_of,
 )
 from fedpriv.errors import DataError
@@ -70,7 +71,7 @@ def from_columns(
         distinct, position = number_ids(table.ravel())
         position = position.reshape(-1, width)[:, 0]
     else:
-        distinct, position = number_ids(as_id_array(ids))
+        distinct, position = number_ids(ids_of_rows(ids))
     store = partition(fields, position, distinct)
     faults = {row: why for _, faulty in columns.values() for row, why in faulty.items()}
     if faults:

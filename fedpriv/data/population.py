@@ -62,7 +62,7 @@ ROW_OWNERS = "row_owners"
 The row is stored with its first owner; ids are repeated if a row has fewer owners than others.
 """
 _COMPARED = 50_000  # rows to compare, of users and held out
-_MISSING = {"nan", "NaN", "None", "<NA>", "NaT"}  # missing ids, as text
+_MISSING = {"nan", "None", "<NA>", "NaT"}  # missing ids, as text
 _MISSING_NUMBER = np.iinfo(np.int64).min  # NaN, as an integer
 _FORMAT = "fedpriv user store, version 1"
 _LOADERS = {
@@ -586,13 +586,10 @@ def as_id_array(ids: Sequence[object] | Array) -> IdArray:
     if isinstance(ids, np.ndarray) and ids.ndim != 1:
         raise DataError(f"user ids have shape {ids.shape}; they must be one-dimensional")
     if isinstance(ids, np.ndarray) and ids.dtype.kind in "iuU" and not np.ma.isMaskedArray(ids):
-        missing = np.isin(ids, list(_MISSING)) if ids.dtype.kind == "U" else ids == _MISSING_NUMBER
-        if missing.any():
-            raise _missing(int(missing.argmax()), ids[missing][0])
         return ids
     values = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
     for position, value in enumerate(values):
-        if str(value) in _MISSING:
+        if not isinstance(value, str) and str(value) in _MISSING:
             raise _missing(position, value)
     kinds = str if values and isinstance(values[0], str) else (int, np.integer)
     for position, value in enumerate(values):
@@ -604,6 +601,17 @@ def as_id_array(ids: Sequence[object] | Array) -> IdArray:
     array = np.array(values) if values else np.empty(0, dtype=np.str_)
     if array.dtype.kind not in "iuU":
         raise DataError("user ids hold an integer beyond 64 bits; write such ids as strings")
+    return array
+
+
+def ids_of_rows(ids: Sequence[object] | Array) -> IdArray:
+    """Return `as_id_array` of the owners of rows; DataError if one was made of a missing id."""
+    array = as_id_array(ids)
+    missing = (
+        np.isin(array, list(_MISSING)) if array.dtype.kind == "U" else array == _MISSING_NUMBER
+    )
+    if missing.any():
+        raise _missing(int(missing.argmax()), array[missing][0])
     return array
 
 

@@ -71,7 +71,7 @@ def test_integer_ids_of_any_container(ids):
         (["a", "", "b"], "'' is empty"),
         (["a", "b", "a "], "'a' and 'a ' differ in spaces or Unicode's form alone"),
         (["é", "b", "e\N{COMBINING ACUTE ACCENT}"], "differ in spaces or Unicode's form alone"),
-        (np.array([1.0, 2.0, np.nan]), "number 0 is 1.0"),
+        (np.array([1.0, 2.0, np.nan]), "number 2 is nan, which stands for a missing id"),
         (np.array([True, False, True]), "number 0 is True"),
         (torch.tensor([1.0, 2.0, 3.0]), "number 0 is 1.0"),
         ([b"a", b"b", b"a"], "number 0 is b'a'"),
