@@ -97,7 +97,7 @@ class Road:
         chunks = []
         for way, places in self._in_ways(trainer, local, steps, slices):
             if way is None:
-                costs = (counts * steps).tolist()
+                costs = (largest_batch(counts, local) * steps).tolist()
                 chunks += [Chunk(users[n : n + 1], cost=costs[n]) for n in places.tolist()]
                 continue
             order = places[np.lexsort((slices[places], steps[places]))][::-1]

@@ -361,3 +361,24 @@ def test_random_users_who_do_not_stay_finite_train_at_a_smaller_rate() -> None:
 
 def test_a_batch_larger_than_any_user_is_tried_on_few_rows() -> None:
     assert road_of(mlp(), SGD(0.1, batch_size=10**12, epochs=1)).shapes
+
+
+@pytest.mark.parametrize(
+    ("local", "rows"),
+    [
+        (
+            LocalTraining(0.1, batch_size=4, epochs=3),
+            [24, 6, 300],
+        ),  # a partial batch counts as full
+        (LocalTraining(0.1, epochs=2), [14, 4, 200]),
+        (LocalTraining(0.1, batch_size=4, steps=5), [20, 10, 20]),
+    ],
+)
+def test_users_who_train_alone_cost_the_rows_of_their_steps(
+    local: LocalTraining, rows: list[int]
+) -> None:
+    transport = transport_of(mlp(), users_of([7, 2, 100]))
+    users, sizes = np.arange(3), np.array([7, 2, 100])
+    chunks = Road().chunks(transport._trainer, local, users, sizes)
+    assert {int(chunk.users[0]): chunk.cost for chunk in chunks} == dict(enumerate(rows))
+    assert [chunk.cost for chunk in chunks] == sorted(rows, reverse=True)
