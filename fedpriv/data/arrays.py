@@ -66,7 +66,7 @@ def from_columns(
         by_row = [list(dict.fromkeys(np.asarray(row, object).ravel().tolist())) for row in ids]
         width = _most_owners(by_row, owners)
         padded = [row + row[:1] * (width - len(row)) for row in by_row]
-        table = as_id_array([owner for row in padded for owner in row]).reshape(-1, width)
+        table = ids_of_rows([owner for row in padded for owner in row]).reshape(-1, width)
         fields |= {ROW_OWNERS: table} if width > 1 else {}
         distinct, position = number_ids(table.ravel())
         position = position.reshape(-1, width)[:, 0]

@@ -52,15 +52,8 @@ def can_fork() -> bool:
 
 @contextmanager
 def computing_with(threads: int) -> Iterator[None]:
-    """Use `threads` threads of torch and one of NumPy, because their number affects rounding.
-
-    This process keeps up to 1 GiB of the memory that tensors free, if its C library is glibc.
-    Otherwise the system would clear the pages of large tensors anew for every user, which takes up
-    to half of the time.
-    """
-    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
-        mallopt(_TRIM_THRESHOLD, 2**30)
-        mallopt(_MMAP_THRESHOLD, 2**25)  # the largest value
+    """Use `threads` threads of torch and one of NumPy, because their number affects rounding."""
+    _keep_freed_memory()
     previous = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -68,6 +61,17 @@ def computing_with(threads: int) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(previous)
+
+
+def _keep_freed_memory() -> None:
+    """Let this process keep up to 1 GiB of the memory that tensors free, if its libc is glibc.
+
+    Otherwise the system clears the pages of large tensors anew for every user, which takes up to
+    half of the time.
+    """
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
+        mallopt(_TRIM_THRESHOLD, 2**30)
+        mallopt(_MMAP_THRESHOLD, 2**25)  # the largest value
 
 
 class PipeEnd:
@@ -117,6 +121,7 @@ class Fork(PipeEnd):
             # renew theirs, and besides these, training takes only the lock that is held here.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process.start()
+        memory.madvise(mmap.MADV_DONTFORK)  # it holds sums of users: no other fork may reach it
         other_end.close()
         self.end = weakref.finalize(self, _stop, os.getpid(), self._process, connection)
 
@@ -208,7 +213,7 @@ class Crew:
             for shift in shifts:
                 if shift.fork.connection in ready:
                     yield from self._answered(shift)
-                elif time.monotonic() >= shift.deadline:
+                elif time.monotonic() >= shift.deadline and not shift.fork.connection.poll():
                     yield from self._ended(shift)
             shifts = [shift for shift in shifts if shift.waiting]
 

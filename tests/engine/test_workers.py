@@ -125,6 +125,21 @@ def test_messages_of_both_directions_arrive_whether_or_not_they_fit_in_the_memor
         assert theirs.shape == returned.shape == ours.shape
 
 
+def test_none_reaches_the_memory_of_another() -> None:
+    transport, request = parts()
+    list(transport.collect(request))
+    shared = [
+        {
+            line.split()[4]
+            for line in Path(f"/proc/{child.pid}/maps").read_text().splitlines()
+            if "/dev/zero" in line
+        }
+        for child in multiprocessing.active_children()
+    ]
+    assert [len(inodes) for inodes in shared] == [1, 1]
+    assert shared[0] != shared[1]
+
+
 def test_an_observer_is_told_the_same() -> None:
     transport, request = parts()
     seen: list[SimulationOnlyDiagnostics] = []
