@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from torch import nn
 
 import fedpriv
 from fedpriv.data.population import UserStore
+from fedpriv.engine import forks
 from fedpriv.engine.examples import Chunk
 from fedpriv.engine.forks import PipeEnd
 from fedpriv.engine.measuring import SimulationOnlyDiagnostics
@@ -138,6 +140,28 @@ def test_none_reaches_the_memory_of_another() -> None:
     ]
     assert [len(inodes) for inodes in shared] == [1, 1]
     assert shared[0] != shared[1]
+
+
+def test_an_answer_that_came_in_time_counts_however_late_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transport, request = parts(path="alone")
+    sizes = transport.users.sizes
+    chunks = transport.road(request).chunks(transport._trainer, request.local, request.users, sizes)
+    crew = forks.Crew([], 2, transport._trainer, request, limit=1.0)
+    shares = [{int(chunk.users[0]) for chunk in part} for part in forks.shared_out(chunks, 2)]
+    now, ready = [0.0], forks.wait
+    monkeypatch.setattr(forks, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(forks, "wait", lambda ends, _: ready(ends, 60.0)[:1])
+    answered, reasons = list[int](), list[str]()
+    for users, chunk_sum in crew.sums(chunks):
+        answered += users.tolist()
+        reasons += chunk_sum.reasons
+        left = sum(not share <= {*answered} for share in shares)
+        while sum(fork.connection.poll() for fork in crew.forks) < left:
+            time.sleep(0.001)
+        now[0] += 100.0  # the caller takes long
+    assert (sorted(answered), reasons) == (request.users.tolist(), [])
 
 
 def test_an_observer_is_told_the_same() -> None:
